@@ -1,0 +1,1711 @@
+"""train_gpt.py: trains a GPT-2-scale language model, as fast as the hardware allows, in one readable file.
+
+Measured with this file: preset tiny, 2 CPU cores, 180,224 tokens of English: @@CLAIM@@
+
+    torchrun --nproc_per_node=8 train_gpt.py              the record preset on 8 GPUs (1, 2, 4 or 8 work)
+    python train_gpt.py tiny                              a toy run on a CPU, less than two minutes
+
+Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each section:
+
+    1  Config        190   every setting of a run, the presets, the command line
+    2  Host          400   ranks and collectives, the log, the clock, how all ranks stop when one fails
+    3  Numbers        60   number formats: fp32 masters as bf16 + int16
+    5  Ops           190   norm, rotary, attention, table look-up and loss, as plain blocked PyTorch
+    6  Model         230   the layer table, the weights, the forward pass, the optimizer's parameter table
+    7  Optimizers    260   Polar Express, Muon, Adam, and how their work is spread over the ranks
+    8  Data          400   token shards: reading, checking, packing documents, the worker thread
+    9  Schedules      90   stages, learning rate, momentum and windows as pure functions of the step
+    10 Graphs         80   what is done once per shape before the clock starts
+    11 Train         330   validation, the timed loop, main
+
+Three ways to read it. For the learning: 1, 9, 6, 7. For the systems: 2, 8, 7, 10. To run it: 11 and README.md.
+
+Letters, the same in the whole file:
+
+    T  tokens of a micro-batch (one flat stream of packed documents, there is no batch axis)
+    V  padded vocabulary     D  model width        F  MLP width           L  layers
+    H  heads                 E  width of one head  N, R, C  matrices of a bank, rows, columns
+
+Absent on purpose: resume, more than one node, experiment trackers, autotuning, wrappers such as DDP or FSDP.
+Documents are told apart by doc_start, int32 (T,): where in the stream the token's document begins.
+
+Sources, cited as [n]:
+    [1] Muon: K. Jordan et al., kellerjordan.github.io/posts/muon, 2024
+    [2] Polar Express: N. Amsel, D. Persson, C. Musco, R. Gower, arXiv 2505.16932, 2025
+    [3] YaRN: B. Peng, J. Quesnelle, H. Fan, E. Shippole, arXiv 2309.00071, 2023
+    [4] the public speedrun, KellerJordan/modded-nanogpt, records 89 and 92: stages, rates, soft cap, value embeddings
+    [5] Adam: D. Kingma, J. Ba, arXiv 1412.6980, 2014
+    [6] cautious updates: K. Liang, L. Chen, B. Liu, Q. Liu, arXiv 2411.16085, 2024
+    [7] token shards: A. Karpathy, llm.c, 2024
+"""
+
+import datetime
+import difflib
+import functools
+import glob
+import hashlib
+import json
+import math
+import os
+import platform
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from dataclasses import asdict, dataclass, fields, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+# ======== 1. Config ============================================================== budget 190 ====
+# Every setting of a run is a field of Config; a preset is a Config; the command line is
+# `[preset] [key=value ...]` and nothing else is read, no environment variable but torchrun's.
+# Numbers that follow from other numbers are properties, so they cannot disagree.
+
+VOCAB = 50_257           # GPT-2's tokens; a shard holds ids below this
+VOCAB_PADDED = 50_304    # V: classes of the head, a multiple of 128 and of every world size
+BOS = 50_256             # <|endoftext|>, the first token of every document
+WORLDS = (1, 2, 4, 8)    # legal world sizes; n_micro must be a multiple of the one in use
+STAGE_SHARES = (0.2854, 0.6063, 0.9394, 0.9994)   # stage ends as shares of n_sched / 0.9994, from [4]
+REFERENCE_SCHED = 978    # n_sched from which on the inserted and the extension steps have full length
+N_INSERTED, N_EXTENSION = 52, 20                  # steps added inside stage 2, and after stage 3
+REFERENCE_STEPS = 1050   # n_steps for which the momentum ramps below are stated
+
+
+class Refusal(Exception):
+    """Something the user can mend. It is shown without a traceback."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the curriculum: shapes and windows in tokens, lr a factor on every learning rate."""
+    T: int
+    max_doc: int         # documents are cut to this many tokens
+    short: int           # attention window of most layers
+    long: int            # attention window of the others
+    lr: float
+
+
+@dataclass(frozen=True)
+class Config:
+    # ---- the run
+    preset: str = "record"
+    seed: int = 1                # initial values only; never the data order
+    stop: int = 0                # end after this many steps and leave the schedule as it is; 0: all
+    val_every: int = 0           # validate every so many steps as well as at the end; 0: only at the end
+    save: str = ""               # write the final weights to this file
+    log_dir: str = "logs"
+    hashes: bool = False         # one log line per step with the CRC-32 of each micro-batch
+    # ---- data; paths are relative to the working directory
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"
+    repeat: bool = False         # allow the training data to be read more than once
+    val_tokens: int = 10_485_760
+    val_seq: int = 262_144       # validation tokens are scored in streams of this length
+    # ---- network
+    d_model: int = 768
+    n_heads: int = 6
+    d_head: int = 128
+    d_mlp: int = 2816
+    dtype: str = "bf16"          # of weights and activations: bf16 or fp32
+    attn_scale: float = 0.1      # softmax scale of the first stage; YaRN raises it with the window
+    # ---- schedule
+    n_micro: int = 8             # micro-batches of one global step
+    n_sched: int = 978           # scheduled steps; n_steps and every boundary follow from it
+    val_long: int = 2560         # long window at the final validation
+    lr_floor: float = 0.30       # absolute: not a factor on the stage's lr
+    cooldown_from: float = 0.2   # share of the scheduled and inserted steps at which the lr starts to fall
+    mu_low: float = 0.85
+    mu_high: float = 0.93
+    mu_rise: int = 240           # steps from mu_low to mu_high at n_steps = 1050
+    mu_fall: int = 50            # steps back to mu_low at the end, likewise
+    stages: tuple = (
+        #     T      max_doc  short   long    lr
+        Stage(16_384,    896,   128,   384, 1.0),
+        Stage(32_768,   2048,   384,   896, 1.52),
+        Stage(49_152,   3072,   640,  1408, 1.73),
+        Stage(40_960,   3072,   640,  1408, 1.5793),   # 1.73 (20/24) ** 0.5
+        Stage(16_384,   3072,   768,  1664, 1.0),      # the extension runs at lr_floor
+    )
+    # ---- optimizers
+    muon_lr: float = 0.023
+    muon_wd: float = 1.2         # decay is wd * lr * lr: it falls with the square of the schedule
+    adam_lr: float = 0.008
+    adam_wd: float = 0.005       # likewise, times the row's own factor
+    adam_eps: float = 1e-10
+    # ---- limits in seconds
+    join_limit_s: int = 120      # all ranks must have joined
+    start_limit_s: int = 600     # a collective or a phase before the clock starts
+    step_limit_s: int = 60       # a step, a collective or a validation stream once it has started
+
+    @property
+    def stage_ends(self):
+        """Step at which each of the five stages ends; the last one is the number of steps."""
+        r = min(1.0, self.n_sched / REFERENCE_SCHED)
+        inserted, extension = round(N_INSERTED * r), round(N_EXTENSION * r)
+        e0, e1, e2, e3 = (round(share / STAGE_SHARES[-1] * self.n_sched) for share in STAGE_SHARES)
+        return e0, e1, e2 + inserted, e3 + inserted, e3 + inserted + extension
+
+    @property
+    def n_steps(self):
+        return self.stage_ends[-1]
+
+    @property
+    def n_run(self):
+        """Steps that this run takes."""
+        return min(self.stop, self.n_steps) if self.stop else self.n_steps
+
+
+RECORD = Config()
+PRESETS = {
+    "record": RECORD,
+    "solo": replace(RECORD, preset="solo", n_micro=1, val_tokens=5_242_880,   # one eighth of the work, for 1 GPU
+                    train_files="data/proxy/proxy_train_*.bin", val_files="data/proxy/proxy_val_*.bin"),
+    "tiny": replace(
+        RECORD, preset="tiny", n_sched=39, d_model=96, d_head=16, d_mlp=352, dtype="fp32", attn_scale=0.3,
+        train_files="data/sample/sample_train_*.bin", val_files="data/sample/sample_val_*.bin",
+        val_tokens=16_384, val_seq=2048, val_long=160,
+        stages=(Stage(256, 112,  8,  24, 1.0),
+                Stage(512, 256, 24,  56, 1.52),
+                Stage(768, 384, 40,  88, 1.73),
+                Stage(640, 384, 40,  88, 1.5793),
+                Stage(256, 384, 48, 104, 1.0))),
+}
+
+
+def nearest(word, choices):
+    """' Did you mean ...?' for a misspelt word, or nothing."""
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def value_of(name, text, default):
+    """The text of key=value as the type that the field has."""
+    kind = type(default)
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise Refusal(f"{name}={text}: want true or false.")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise Refusal(f"{name}={text}: want {'an integer' if kind is int else 'a number'}, "
+                      f"like {default}.") from None
+
+
+def parse(argv):
+    """Config for the words of a command line: [preset] [key=value ...]. Raises Refusal."""
+    words, cfg = list(argv), RECORD
+    if words and "=" not in words[0]:
+        name = words.pop(0)
+        if name not in PRESETS:
+            raise Refusal(f"no preset named {name!r}.{nearest(name, PRESETS)} Presets: {', '.join(PRESETS)}.")
+        cfg = PRESETS[name]
+    keys = [f.name for f in fields(Config) if f.name not in ("preset", "stages")]
+    changes = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or name not in keys:
+            raise Refusal(f"{word!r}: " + ("no setting of that name." if equals else "want key=value.")
+                          + nearest(name, keys) + f" Settings: {', '.join(keys)}.")
+        changes[name] = value_of(name, text, getattr(cfg, name))
+    cfg = replace(cfg, **changes)
+    check_config(cfg)
+    return cfg
+
+
+def check_config(cfg):
+    """Refuse settings that cannot work together, naming both numbers."""
+    for name in ("n_sched", "n_micro", "val_tokens", "val_seq", "join_limit_s", "start_limit_s", "step_limit_s"):
+        if getattr(cfg, name) < 1:
+            raise Refusal(f"{name}={getattr(cfg, name)}: want at least 1.")
+    for name in ("stop", "val_every", "seed"):
+        if getattr(cfg, name) < 0:
+            raise Refusal(f"{name}={getattr(cfg, name)}: want at least 0.")
+    if cfg.n_steps % 4 != 2:     # the last step must be an Adam step and end a cycle of four
+        near = [s for s in range(max(1, cfg.n_sched - 8), cfg.n_sched + 9) if replace(cfg, n_sched=s).n_steps % 4 == 2]
+        below, above = [s for s in near if s < cfg.n_sched][-1:], [s for s in near if s > cfg.n_sched][:1]
+        raise Refusal(f"n_sched={cfg.n_sched} makes {cfg.n_steps} steps; their number must be 2 mod 4. "
+                      f"Take n_sched={' or '.join(str(s) for s in below + above)}.")
+    if cfg.val_tokens % cfg.val_seq:
+        raise Refusal(f"val_tokens={cfg.val_tokens} is no multiple of val_seq={cfg.val_seq}. "
+                      f"Take val_tokens={max(1, cfg.val_tokens // cfg.val_seq) * cfg.val_seq}.")
+    if cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4:
+        raise Refusal(f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, "
+                      f"n_heads even and d_head a multiple of 4.")
+    if cfg.dtype not in ("fp32", "bf16"):
+        raise Refusal(f"dtype={cfg.dtype}: want fp32 or bf16.")
+
+
+# ======== 2. Host ============================================================== budget 400 ====
+# The only door to the outside: environment, processes, time, the log. One rank is no special case, its
+# collectives are copies. Invariants:
+# (1) All ranks issue the same collectives in the same order; no other thread than the main one issues any.
+# (2) Whatever ends a rank early goes through Guard.fail, which never returns and makes every rank end.
+# (3) The log file is created for this run alone, and only its own run ever writes to it.
+# (4) While the clock runs the log is kept in memory; it is written when the clock stands.
+
+WATCH_S = 0.25           # how often a guard looks
+GRACE_S = 3.0            # how long a failing rank waits for rank 0 to write the log
+LAST_RESORT_S = 10.0     # a failing rank ends after this, whatever blocks it
+SHOW_S = 0.5             # at most one step line per half second goes to the terminal
+LAUNCH_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PROC_START = 19          # starttime among the fields of /proc/self/stat that follow the name
+
+
+class RunFailed(Exception):
+    """The run itself went wrong (a loss that is not finite, data at an end). Shown without a traceback."""
+
+
+def launch_env():
+    """(rank, local rank, world) as torchrun tells them, or (0, 0, 1) where it tells nothing."""
+    missing = [name for name in LAUNCH_NAMES if not os.environ.get(name)]
+    if not any(os.environ.get(name) for name in LAUNCH_NAMES[:3]):
+        return 0, 0, 1
+    if missing:
+        found = [name for name in LAUNCH_NAMES if name not in missing]
+        raise Refusal(f"the environment has {', '.join(found)} but not {', '.join(missing)}. Either start with "
+                      f"torchrun --nproc_per_node=N train_gpt.py, which sets all five, or unset {', '.join(found)}.")
+    rank, local_rank, world = (int(os.environ[name]) for name in LAUNCH_NAMES[:3])
+    return rank, local_rank, world
+
+
+def join(rank, world, limit_s):
+    """The store that all ranks share, once every rank is there. Raises Refusal naming the ranks that are not."""
+    if world == 1:
+        return dist.HashStore()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"   # torchrun keeps the store itself
+    limit = datetime.timedelta(seconds=limit_s)
+    try:
+        store = dist.TCPStore(address, port, is_master=rank == 0 and not hosted, timeout=limit,
+                              wait_for_workers=False)
+    except dist.DistError as e:
+        raise Refusal(f"rank {rank} waited {limit_s} s for the store of rank 0 at {address}:{port}: "
+                      f"{str(e).splitlines()[0]}. Start all {world} ranks, best with torchrun.") from None
+    store.set(f"here/{rank}", "1")
+    until = time.monotonic() + limit_s
+    while absent := [r for r in range(world) if not store.check([f"here/{r}"])]:
+        if time.monotonic() > until:
+            raise Refusal(f"rank {rank} of {world} waited {limit_s} s for rank {', '.join(map(str, absent))}, "
+                          f"which did not start. Start all {world} ranks, best with torchrun, "
+                          f"or give them more time with join_limit_s=N.")
+        time.sleep(WATCH_S)
+    return store
+
+
+class Pending:
+    """A collective under way; its result may be read after wait().
+
+    On the CPU it starts only at wait(): whoever forgets to wait reads stale numbers and fails a test,
+    where gloo alone would often have finished by luck.
+    """
+
+    def __init__(self, start, deferred):
+        self.start = start
+        self.work = None if deferred else start()
+
+    def wait(self):
+        work = self.start() if self.work is None else self.work
+        if work is not None:
+            work.wait()
+
+
+class Comm:
+    """The collectives of a run over NCCL (GPU), gloo (CPU) or nothing (one rank)."""
+
+    def __init__(self, cfg, rank, local_rank, world):
+        self.rank, self.world = rank, world
+        self.store = join(rank, world, cfg.join_limit_s)
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)
+        if world > 1:
+            on_gpu = self.device.type == "cuda"
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo", store=dist.PrefixStore("group", self.store), rank=rank,
+                world_size=world, timeout=datetime.timedelta(seconds=cfg.start_limit_s),
+                device_id=self.device if on_gpu else None)
+
+    def _run(self, collective, *tensors, **options):
+        if self.world == 1:
+            return Pending(lambda: None, deferred=False)
+        return Pending(lambda: collective(*tensors, async_op=True, **options), self.device.type == "cpu")
+
+    def all_reduce(self, x):
+        """Sum of x over the ranks, in place."""
+        return self._run(dist.all_reduce, x)
+
+    def reduce_scatter(self, x):
+        """(pending, part): part is this rank's slice of x along the first axis, which becomes the sum."""
+        part = x.chunk(self.world)[self.rank]
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor   # name up to 2.12
+        return self._run(scatter, part, x), part
+
+    def all_gather(self, x):
+        """Every rank's slice of x along the first axis goes to all ranks, in place."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._run(gather, x, x.chunk(self.world)[self.rank])
+
+    def collect(self, value):
+        """[value of rank 0, value of rank 1, ...] for small Python values, off the clock."""
+        values = [value]
+        if self.world > 1:
+            values = [None] * self.world
+            dist.all_gather_object(values, value)
+        return values
+
+    def meet(self):
+        """Return when every rank has come here and finished all its work."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+        self.all_reduce(torch.ones(1, device=self.device)).wait()
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def shorten_limit(self, limit_s):
+        """From here on a collective that takes longer than this ends the run."""
+        if self.world > 1:
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=limit_s))
+
+    def close(self):
+        if self.world > 1:
+            timer = threading.Timer(LAST_RESORT_S, os._exit, (0,))   # NCCL's teardown can hang; the run is over
+            timer.daemon = True
+            timer.start()
+            dist.destroy_process_group()
+            timer.cancel()
+
+
+class Clock:
+    """Seconds of the timed section: it starts and stops when all ranks have, and pauses the same way."""
+
+    def __init__(self, comm):
+        self.comm, self.total, self.since = comm, 0.0, None
+
+    def start(self):
+        self.comm.meet()
+        self.since = time.perf_counter()
+
+    def stop(self):
+        self.comm.meet()
+        self.total += time.perf_counter() - self.since
+        self.since = None
+
+    def now(self):
+        """Seconds so far, on this host, without waiting for anything."""
+        return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
+
+    def over_ranks(self):
+        """(longest, longest - shortest) of the ranks' totals."""
+        totals = self.comm.collect(self.total)
+        return max(totals), max(totals) - min(totals)
+
+
+def process_age_s():
+    """Seconds since this process was started, interpreter and imports included; 0 where /proc is missing."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as f:
+            ticks = int(f.read().rpartition(")")[2].split()[PROC_START])
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Log:
+    """The log of a run: `key: value` and fixed-column lines, kept by rank 0; the other ranks' calls do nothing.
+
+    path is the same on every rank: if rank 0 is killed, the lowest living rank appends the FAILED line.
+    """
+
+    def __init__(self, cfg, comm):
+        self.lock, self.lines, self.shown, self.file, path = threading.Lock(), [], 0.0, None, None
+        self.phase_from = 0.0
+        if comm.rank == 0:
+            self.file, path = self._create(cfg)
+        self.path = comm.collect(path)[0]
+
+    @staticmethod
+    def _create(cfg):
+        try:
+            os.makedirs(cfg.log_dir, exist_ok=True)
+            while True:
+                stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
+                path = os.path.join(cfg.log_dir, f"{stamp}_{cfg.preset}_seed{cfg.seed}.log")
+                try:
+                    return open(path, "x", encoding="utf-8"), path
+                except FileExistsError:   # two runs in one second: the later one takes the next second
+                    time.sleep(SHOW_S)
+        except OSError as e:
+            raise Refusal(f"log_dir={cfg.log_dir}: no log can be created there ({e.strerror}). "
+                          f"Choose another folder with log_dir=PATH.") from None
+
+    def line(self, text, often=False):
+        """Add a line; `often` marks lines of which the terminal shows at most two a second."""
+        if self.file is None:
+            return
+        with self.lock:
+            self.lines.append(text)
+        if not often or time.monotonic() - self.shown > SHOW_S:
+            self.shown = time.monotonic()
+            print(text, flush=True)
+
+    def phase(self, name):
+        """One line with the seconds that a phase of the start took, from the end of the one before."""
+        age = process_age_s()
+        self.line(f"phase: {name} {age - self.phase_from:.1f} s")
+        self.phase_from = age
+
+    def flush(self):
+        if self.file is not None:
+            with self.lock:
+                self.file.write("".join(text + "\n" for text in self.lines))
+                self.lines.clear()
+                self.file.flush()
+
+    def end(self, how):
+        """The last line: `end: ok` or `end: FAILED what`."""
+        self.line(f"end: {how}")
+        self.flush()
+
+    def end_for_rank_0(self, how):
+        """Append the last line in place of a rank 0 that could not, unless somebody has."""
+        with open(self.path, "r+", encoding="utf-8") as f:
+            if not any(text.startswith("end: ") for text in f.read().splitlines()):
+                f.write(f"end: {how}\n")
+
+
+class Guard:
+    """Makes the failure of one rank the end of all, with one FAILED line on stderr and one in the log.
+
+    A daemon thread watches three things: whether another rank has reported a failure in the store, whether
+    the launcher has sent SIGTERM because a rank died without a word, and whether this rank still makes
+    progress. It works while the main thread is blocked in a collective, and ends the process itself.
+    """
+
+    def __init__(self, comm, limit_s):
+        self.rank, self.world, self.limit_s, self.log = comm.rank, comm.world, limit_s, None
+        self.store = comm.store
+        self.once, self.beat, self.over = threading.Lock(), time.monotonic(), False
+        self.ear, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        for number in (signal.SIGTERM, signal.SIGINT):   # a handler must exist for the C level to write to the pipe
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(mouth)
+        sys.excepthook = self._uncaught
+        threading.excepthook = lambda event: self._uncaught(event.exc_type, event.exc_value, event.exc_traceback)
+        threading.Thread(target=self._watch, daemon=True, name="guard").start()
+
+    def step(self, limit_s=None):
+        """Progress was made; the next sign of it must come within limit_s from here."""
+        self.limit_s = limit_s or self.limit_s
+        self.beat = time.monotonic()
+
+    def finish(self):
+        """The run is complete: what happens from here on is no failure."""
+        self.over = True
+
+    def _uncaught(self, kind, error, trace):
+        if issubclass(kind, (Refusal, RunFailed)):
+            self.fail(str(error))
+        sys.__excepthook__(kind, error, trace)
+        why = f"{kind.__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        self.fail(self._who_died(why) if self.world > 1 and isinstance(error, RuntimeError) else why)
+
+    def _client(self):
+        store = self.store.clone()   # a store object serves one thread
+        store.set_timeout(datetime.timedelta(seconds=GRACE_S))
+        return store
+
+    def _who_died(self, why):
+        """A broken collective or a SIGTERM is mostly the echo of another rank's end: name that rank."""
+        try:
+            store = self._client()
+            store.set(f"ending/{self.rank}", "1")
+            until = time.monotonic() + GRACE_S / 2
+            while time.monotonic() < until:
+                if store.check(["failed"]):
+                    return why
+                time.sleep(WATCH_S)
+            silent = [r for r in range(self.world) if not store.check([f"ending/{r}"])]
+            return f"rank {', '.join(map(str, silent))} died without a word; {why}" if silent else why
+        except RuntimeError:
+            return f"{why}; the store is gone"
+
+    def fail(self, why):
+        """Report, see to the log's last line, end this process with code 1. Never returns."""
+        if self.over:
+            os._exit(0)
+        if not self.once.acquire(blocking=False):
+            time.sleep(LAST_RESORT_S)    # another thread is ending this process
+        timer = threading.Timer(LAST_RESORT_S, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+        cause = f"rank {self.rank}: {why}"
+        try:
+            store = self._client()
+            if store.add("failures", 1) == 1:
+                sys.stderr.write(f"FAILED: {cause}\n")
+                store.set("failed", cause)
+            cause = store.get("failed").decode()
+        except RuntimeError:             # the store died with rank 0 or the launcher
+            store = None
+            sys.stderr.write(f"FAILED: {cause}\n")
+        sys.stderr.flush()
+        if self.log is not None:
+            self._end_log(f"FAILED {cause}".replace("\n", " "), store)
+        os._exit(1)
+
+    def _end_log(self, how, store):
+        """Rank 0 writes; if it does not, the lowest living rank does, since each waits a little longer."""
+        try:
+            if self.rank == 0:
+                self.log.end(how)
+                if store is not None:
+                    store.set("logged", "1")
+                return
+            until = time.monotonic() + GRACE_S + self.rank * WATCH_S
+            while time.monotonic() < until:
+                if store is not None and store.check(["logged"]):
+                    return
+                time.sleep(WATCH_S / 2)
+            self.log.end_for_rank_0(how)
+        except (OSError, RuntimeError) as e:
+            sys.stderr.write(f"FAILED: rank {self.rank} cannot write the log: {e}\n")
+
+    def _watch(self):
+        store = self._client()
+        while not self.over:
+            if select.select([self.ear], [], [], WATCH_S)[0]:
+                number = os.read(self.ear, 1)[0]
+                if number == signal.SIGINT:
+                    self.fail("interrupted (SIGINT)")
+                self.fail(self._who_died("told to stop by the launcher (SIGTERM)"))
+            try:
+                reported = store.check(["failed"])
+            except RuntimeError:
+                if not self.over:
+                    self.fail("the store is gone, so rank 0 or the launcher is")
+                return
+            if reported:
+                self.fail("another rank failed")
+            if time.monotonic() - self.beat > self.limit_s:
+                self.fail(f"no progress for {self.limit_s} s")
+
+
+def host_lines(comm):
+    """What the log's header says about the machine and the software."""
+    device = torch.cuda.get_device_name() if comm.device.type == "cuda" else f"CPU {platform.machine()}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
+    cuda = f", CUDA {torch.version.cuda}" if comm.device.type == "cuda" else ""
+    return [f"host: {comm.world} x {device}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a rank",
+            f"software: {versions}{cuda}, {platform.system()} {platform.release()}"]
+
+
+def script_lines():
+    """Hash of this file and the commit it lies in; `git: none` outside a checkout."""
+    here = os.path.abspath(__file__)
+    with open(here, "rb") as f:
+        sha = hashlib.sha256(f.read()).hexdigest()
+    try:
+        git = subprocess.run(["git", "-C", os.path.dirname(here), "describe", "--always", "--dirty"],
+                             capture_output=True, text=True, timeout=GRACE_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        git = "none"
+    return [f"script: {sha}", f"git: {git}"]
+
+
+# ======== 3. Numbers ============================================================ budget 60 ====
+# Number formats, without knowledge of who uses them. A bf16 weight that an optimizer updates by less than
+# its last bit needs an fp32 master; it is kept as the bf16 weight itself and the 16 bits that it lacks.
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NORM_EPS = 2.0 ** -23        # fp32 epsilon, for bf16 inputs too: a bf16 epsilon would drown an embedding of 0.005
+HALF_ULP = 1 << 15           # half of bf16's last place, in the bits of an fp32
+LOW_BITS = 16
+
+
+def split_master(x):
+    """fp32 -> (hi bf16, lo int16) of the same shape; hi is x rounded to nearest, and both together are x exactly."""
+    bits = x.view(torch.int32)
+    hi = (bits + HALF_ULP) >> LOW_BITS
+    return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << LOW_BITS)).to(torch.int16)
+
+
+def join_master(hi, lo):
+    """The fp32 that split_master took apart, bit for bit."""
+    bits = (hi.view(torch.int16).to(torch.int32) << LOW_BITS) + lo.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+# ======== 5. Ops ================================================================ budget 190 ====
+# The pieces of the network as plain PyTorch on flat streams. Attention and loss are blocked, so that neither
+# a (T, T) nor a (T, V) tensor exists at any size; they equal the dense formulae exactly, which the tests
+# state. They know nothing of layers or steps.
+
+ATTN_ROWS = (128, 1024)      # least and greatest number of queries that attention takes at once
+LOSS_ROWS = {"cpu": 128, "cuda": 4096}   # rows of logits at once; on a CPU they should stay in its cache
+CAP, CAP_SHIFT, CAP_SLOPE = 23.0, 5.0, 7.5   # logits l are capped to z = 23 sigmoid((l + 5) / 7.5), from [4]
+
+
+def rms_norm(x):
+    """x divided by its root mean square over the last axis, with no learned gain."""
+    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+
+
+def rotate(x, turn):
+    """Turn adjacent pairs of channels, read as complex numbers, by the angle of the position.
+
+    x: (T, H, E)   turn: (T, 1, E/2) complex, exp(-i angle); 1 for pairs that have no position.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    return torch.view_as_real(torch.view_as_complex(wide) * turn).flatten(-2).type_as(x)
+
+
+def _attend(q, k, v, keep, scale):
+    """Softmax attention of one block. q: (I, H, E), k, v: (J, H, E), keep: (I, J) bool -> (I, H, E)."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))                               # (H, ., E)
+    scores = (scale * (q @ k.mT)).float().masked_fill(~keep, -math.inf)
+    return (scores.softmax(-1).type_as(v) @ v).transpose(0, 1)
+
+
+def attention_ref(q, k, v, doc_start, *, window, scale):
+    """Causal attention inside documents over the last `window` tokens and the token itself.
+
+    math     y_i = sum_j softmax_j(scale q_i k_j) v_j over doc_start[i] <= j and i - window <= j <= i
+    shapes   q, k, v, y: (T, H, E); doc_start: (T,) int32
+    dtypes   that of q, k, v; scores in fp32
+    Blocks of queries look at the keys [start - window, stop); each is recomputed in the backward pass.
+    """
+    least, most = ATTN_ROWS
+    rows = min(most, max(least, 2 ** math.ceil(math.log2(max(window, 1)))))
+    position = torch.arange(len(q), device=q.device)
+    outputs = []
+    for start in range(0, len(q), rows):
+        stop, first = min(start + rows, len(q)), max(start - window, 0)
+        i, j = position[start:stop, None], position[None, first:stop]
+        keep = (j <= i) & (j >= i - window) & (j >= doc_start[start:stop, None])
+        block = (q[start:stop], k[first:stop], v[first:stop], keep, scale)
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(_attend, *block, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outputs.append(_attend(*block))
+    return torch.cat(outputs)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w, ids):
+        ctx.w = w
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ids, = ctx.saved_tensors
+        ctx.w.grad.index_add_(0, ids, dy)
+        return None, None
+
+
+def lookup(w, ids):
+    """Rows `ids` of the table w: (rows, D). Their gradient is added to w.grad in place: a gradient of the
+    table's size for each of a step's micro-batches would cost more than the step on a CPU."""
+    return _Lookup.apply(w, ids)
+
+
+class _SoftcapLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, targets, n_classes):
+        rows = LOSS_ROWS[x.device.type]
+        acc = torch.promote_types(x.dtype, torch.float32)
+        nll = x.new_empty(len(x), dtype=acc)
+        wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        dx, dw = (torch.empty_like(x), torch.zeros_like(w)) if wants_grad else (None, None)
+        raw, prob = (x.new_empty(min(rows, len(x)), len(w), dtype=t) for t in (x.dtype, acc))
+        shift, floor, slope = x.new_tensor(CAP_SHIFT / CAP_SLOPE), x.new_tensor(-CAP), CAP / CAP_SLOPE
+        for start in range(0, len(x), rows):
+            here = slice(start, min(start + rows, len(x)))
+            y, n = targets[here, None], here.stop - here.start
+            sig = torch.mm(x[here], w.T, out=raw[:n]).to(acc)
+            torch.add(shift, sig, alpha=1 / CAP_SLOPE, out=sig).sigmoid_()
+            p = torch.add(floor, sig, alpha=CAP, out=prob[:n]).exp_()              # z < 23: no maximum is needed
+            p[:, n_classes:] = 0
+            total = p.sum(1, keepdim=True)
+            nll[here] = (total.log() + CAP - CAP * sig.gather(1, y)).squeeze(1)
+            if wants_grad:
+                p.mul_(slope / total).scatter_add_(1, y, p.new_full((n, 1), -slope))   # slope dnll/dz
+                dlogits = p.mul_(sig.addcmul_(sig, sig, value=-1)).to(x.dtype)     # times sig (1 - sig)
+                torch.mm(dlogits, w, out=dx[here])
+                dw.addmm_(dlogits.T, x[here])
+        ctx.save_for_backward(dx, dw)
+        return nll.sum()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx, dw = ctx.saved_tensors
+        return dx * dloss, dw * dloss, None, None
+
+
+def softcap_loss(x, w, targets, n_classes):
+    """Sum over the rows of the cross-entropy of soft-capped logits.
+
+    math     z = 23 sigmoid((x w.T + 5) / 7.5);  loss = sum_t log(sum_{c < n_classes} exp z_tc) - z_t,target
+    shapes   x: (T, D), w: (V, D), targets: (T,) int64
+    dtypes   that of x and w; softmax and sum in fp32
+    The gradient has a closed form and is made with the loss, one block of rows after the other.
+    """
+    return _SoftcapLoss.apply(x, w, targets, n_classes)
+
+
+# ======== 6. Model ============================================================== budget 230 ====
+# The network: a table with one row per layer, the weights, the forward pass over one flat stream, and one
+# row per parameter that tells the optimizer how to treat it. Nothing here knows the step, the world size
+# or the optimizer. Matrices of one kind and shape lie in one bank (N, R, C), N padded to a multiple of 8, so
+# that every legal world size gives each rank the same number of whole matrices.
+
+GATE_INPUTS = 12             # channels of the normed stream that a value gate reads
+INIT_LINEAR = 3.0 ** 0.5 / 2   # uniform bound of a matrix, times fan_in ** -0.5, from [4]
+INIT_HEAD = 0.005
+INIT_VALUE = 0.01
+BANK_MULTIPLE = max(WORLDS)
+
+
+@dataclass(frozen=True)
+class Layer:
+    window: str              # "short" or "long"
+    has_value: bool          # adds gated value embeddings to v
+
+
+LAYERS = (
+    #     window   value embedding
+    Layer("short", False),
+    Layer("short", True),
+    Layer("short", True),
+    Layer("long",  False),
+    Layer("short", False),
+    Layer("short", False),
+    Layer("short", False),
+    Layer("short", False),
+    Layer("short", True),
+    Layer("short", True),
+    Layer("long",  False),
+)
+N_VALUES = sum(layer.has_value for layer in LAYERS)
+
+
+@dataclass(frozen=True)
+class View:
+    """What attention needs to know of a stage: windows in tokens, softmax scale, rotary table (see rotate)."""
+    short: int
+    long: int
+    scale: float
+    turn: Tensor
+
+
+@dataclass(frozen=True)
+class ParamRow:
+    """How the optimizer treats one parameter.
+
+    kind     bank: Muon, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank
+    lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
+    wd_mul   factor on the weight decay
+    """
+    name: str
+    param: nn.Parameter
+    kind: str
+    lr_mul: object = 1.0
+    betas: tuple = (0.0, 0.0)
+    wd_mul: float = 1.0
+
+
+def padded(n):
+    return -(-n // BANK_MULTIPLE) * BANK_MULTIPLE
+
+
+def drawn(cfg, name, shape, spread, kind):
+    """Initial values that depend on the seed and the name alone: `uniform` within spread, or `normal`."""
+    digest = hashlib.sha256(f"{cfg.seed}/{name}".encode()).digest()
+    rand = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    x = torch.empty(shape)
+    return x.uniform_(-spread, spread, generator=rand) if kind == "uniform" else x.normal_(0, spread, generator=rand)
+
+
+class Model(nn.Module):
+    """Rows of the banks: qk holds, per layer, the H/2 head pairs of Q and then of K; vo holds V and O, mlp up
+    and down. Down is stored like up, (F, D), and used from the other side."""
+
+    def __init__(self, cfg, device):
+        super().__init__()
+        self.n_heads, self.d_head = cfg.n_heads, cfg.d_head
+        D, L, dtype = cfg.d_model, len(LAYERS), DTYPES[cfg.dtype]
+        bound = INIT_LINEAR * D ** -0.5
+
+        def weight(name, shape, spread, kind, live=None):
+            x = drawn(cfg, name, shape, spread, kind)
+            x[live or len(x):] = 0                             # the padding of a bank
+            setattr(self, name, nn.Parameter(x.to(device, dtype)))
+
+        weight("w_embed", (VOCAB_PADDED, D), INIT_HEAD, "normal")
+        weight("w_head", (VOCAB_PADDED, D), INIT_HEAD, "normal")
+        weight("w_value", (N_VALUES * VOCAB_PADDED, D), INIT_VALUE, "normal")
+        weight("qk", (padded(L * self.n_heads), 2 * self.d_head, D), bound, "uniform", L * self.n_heads)
+        weight("vo", (padded(2 * L), D, D), bound, "uniform", 2 * L)
+        weight("mlp", (padded(2 * L), cfg.d_mlp, D), bound, "uniform", 2 * L)
+        with torch.no_grad():
+            self.mlp.view(-1, 2, cfg.d_mlp, D)[:, 1] = 0       # down: at first an MLP adds nothing
+        self.mix_x = nn.Parameter(torch.ones(L, device=device))        # the stream's factor into a block
+        self.mix_x0 = nn.Parameter(torch.zeros(L, device=device))      # the first embedding's
+        self.gate_value = nn.Parameter(torch.zeros(N_VALUES, self.n_heads, GATE_INPUTS, device=device))
+
+    def forward(self, tokens, targets, doc_start, view, n_classes=VOCAB_PADDED):
+        """Summed cross-entropy of one stream: tokens, doc_start (T,) int32, targets (T,) int64 -> scalar fp32."""
+        x0 = rms_norm(lookup(self.w_embed, tokens))                                # (T, D)
+        qk = self.qk[:len(LAYERS) * self.n_heads].unflatten(0, (len(LAYERS), -1)).flatten(1, 2).unbind(0)
+        vo, mlp = self.vo.unbind(0), self.mlp.unbind(0)
+        mix_x, mix_x0 = self.mix_x.type_as(x0).unbind(0), self.mix_x0.type_as(x0).unbind(0)
+        x, n_values = x0, 0
+        for i, layer in enumerate(LAYERS):
+            x = mix_x[i] * x + mix_x0[i] * x0
+            h = rms_norm(x)
+            v = F.linear(h, vo[2 * i])
+            if layer.has_value:
+                v = v + self.gated_value(h, tokens, n_values)
+                n_values += 1
+            x = x + F.linear(self.attend(h, qk[i], v, doc_start, view, layer), vo[2 * i + 1])
+            z = F.linear(rms_norm(x), mlp[2 * i])                                  # (T, F)
+            x = x + torch.relu(z).square() @ mlp[2 * i + 1]
+        return softcap_loss(rms_norm(x), self.w_head, targets, n_classes)
+
+    def gated_value(self, h, tokens, which):
+        """Value embeddings of table `which`, times a gate in (0, 2) per token and head: (T, D)."""
+        rows = lookup(self.w_value, tokens + which * VOCAB_PADDED)
+        gate = 2 * torch.sigmoid(F.linear(h[:, :GATE_INPUTS], self.gate_value[which].type_as(h)))   # (T, H)
+        return (rows.unflatten(1, (self.n_heads, -1)) * gate[:, :, None]).flatten(1)
+
+    def attend(self, h, w_qk, v, doc_start, view, layer):
+        """Attention of one layer before its output projection: (T, D)."""
+        q, k = F.linear(h, w_qk).unflatten(1, (2, self.n_heads, self.d_head)).unbind(1)            # (T, H, E)
+        q, k = (rotate(rms_norm(x), view.turn) for x in (q, k))
+        window = view.long if layer.window == "long" else view.short
+        v = v.unflatten(1, (self.n_heads, self.d_head))
+        return attention_ref(q, k, v, doc_start, window=window, scale=view.scale).flatten(1)
+
+
+def param_table(model, cfg):
+    """One ParamRow for every parameter, in the order in which their gradients are sent. Rates from [4]."""
+    tall = (cfg.d_mlp / cfg.d_model) ** 0.5                    # Muon's factor for R > C, see polar
+    mlp_lr = torch.tensor([tall, 2 * tall]).repeat(len(model.mlp) // 2)[:, None, None]   # down learns twice as fast
+    rows = [
+        #        name          param             kind     lr_mul  betas           wd_mul
+        ParamRow("qk",         model.qk,         "bank"),
+        ParamRow("vo",         model.vo,         "bank"),
+        ParamRow("mlp",        model.mlp,        "bank",  mlp_lr),
+        ParamRow("w_head",     model.w_head,     "table", 1.0,    (0.5, 0.95),    150.0),
+        ParamRow("w_embed",    model.w_embed,    "table", 1.0,    (0.5, 0.95),    150.0),
+        ParamRow("w_value",    model.w_value,    "table", 70.0,   (0.75, 0.95),   5.0),
+        ParamRow("mix_x",      model.mix_x,      "small", 5.0,    (0.9, 0.95),    0.0),
+        ParamRow("mix_x0",     model.mix_x0,     "small", 5.0,    (0.9, 0.95),    0.0),
+        ParamRow("gate_value", model.gate_value, "small", 1.0,    (0.9, 0.99),    1.0),
+    ]
+    missing = {name for name, _ in model.named_parameters()} ^ {row.name for row in rows}
+    if missing:
+        raise RuntimeError(f"param_table and the model disagree about {', '.join(sorted(missing))}")
+    return rows
+
+
+# ======== 7. Optimizers ========================================================= budget 260 ====
+# Muon [1] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
+# (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
+# (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
+# (3) A rank updates only its own slice of a bank or table, then sends it to all; small parameters live in
+#     one flat vector that every rank updates alike. So all ranks hold equal weights after every step.
+# (4) Weights, gradients and states stay at their addresses for the whole run.
+# (5) A zero gradient gives a zero update; decay remains.
+
+POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 rounds
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+POLAR_MARGIN, POLAR_FLOOR = 1.02, 1e-6
+TAIL = (2, 2)                # per step of an Adam cycle: sum of losses, sum of 2^rank over ranks whose loss is not finite
+
+
+def polar(g):
+    """About U V.T where U S V.T = g: the semi-orthogonal matrix next to g, for each of (N, R, C).
+
+    Each round maps a singular value s to s (a + b s^2 + c s^4) [2]; five of them take [0.003, 1] to
+    [0.86, 1.14]. The matrix is multiplied from its shorter side.
+    """
+    x = g / (g.float().norm(dim=(1, 2), keepdim=True) * POLAR_MARGIN + POLAR_FLOOR).type_as(g)
+    wide = x.size(1) <= x.size(2)
+    for a, b, c in POLAR_STEPS:
+        gram = x @ x.mT if wide else x.mT @ x
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, poly, x, beta=a) if wide else torch.baddbmm(x, x, poly, beta=a)
+    return x
+
+
+def muon_step(p, g, m, *, lr, mu, wd, dtype):
+    """One Muon step with Nesterov momentum; p and m change in place.
+
+    p, g, m: (N, R, C) fp32. lr is a number or one per matrix, (N, 1, 1); polar runs in dtype.
+    """
+    m.lerp_(g, 1 - mu)
+    u = polar(g.lerp(m, mu).to(dtype)).float()
+    agrees = u * p >= 0                      # decay only where it pulls the same way as the update [6]
+    p.sub_(lr * (u + wd * p * agrees))
+
+
+def adam_step(p, g, m, m2, *, lr, betas, wd, eps, count):
+    """One Adam step; p, m and m2 change in place. m, m2 fp32, p any dtype, count the steps with this one.
+
+    As in [4], eps is added before the bias correction and the decay is wd * lr * lr.
+    """
+    beta1, beta2 = betas
+    m.lerp_(g, 1 - beta1)
+    m2.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    rate = lr * (1 - beta2 ** count) ** 0.5 / (1 - beta1 ** count)
+    u = m / m2.sqrt().add_(eps)
+    if wd:
+        agrees = u * p > 0
+        u.mul_(rate).add_(p * agrees, alpha=lr * lr * wd)
+        p.sub_(u)
+    else:
+        p.sub_(u, alpha=rate)
+
+
+class Optimizer:
+    """Owns the gradients and states of the parameters of a table of rows (see ParamRow for its fields)."""
+
+    def __init__(self, rows, comm, *, n_micro, muon_lr, muon_wd, adam_lr, adam_wd, adam_eps):
+        self.comm, self.n_micro, self.n_adam = comm, n_micro, 0
+        self.muon_lr, self.muon_wd = muon_lr, muon_wd
+        self.adam_lr, self.adam_wd, self.adam_eps = adam_lr, adam_wd, adam_eps
+        self.banks = [row for row in rows if row.kind == "bank"]
+        self.tables = [row for row in rows if row.kind == "table"]
+        self.small = [row for row in rows if row.kind == "small"]
+        self.state = {}
+        for row in self.banks + self.tables:
+            row.param.grad = torch.zeros_like(row.param)
+            self.state[row.name] = self._shard_state(row)
+        self._flatten_small()
+
+    def _shard_state(self, row):
+        mine = self._mine(row.param.data)
+        state = {"m": torch.zeros_like(mine, dtype=torch.float32)}
+        if row.kind == "table":
+            state["m2"] = torch.zeros_like(state["m"])
+        elif mine.dtype == torch.bfloat16:
+            state["lo"] = torch.zeros_like(mine, dtype=torch.int16)   # bits of the master below the weight's own
+        return state
+
+    def _mine(self, x):
+        return x.chunk(self.comm.world)[self.comm.rank]
+
+    def _flatten_small(self):
+        """Move the small parameters into one vector, and their gradients into one that ends in the tail."""
+        sizes = [row.param.numel() for row in self.small]
+        self.flat = torch.cat([row.param.data.flatten() for row in self.small])
+        self.flat_grad = self.flat.new_zeros(sum(sizes) + math.prod(TAIL))
+        self.tail = self.flat_grad[sum(sizes):].view(TAIL)
+        self.flat_state = {"m": torch.zeros_like(self.flat), "m2": torch.zeros_like(self.flat)}
+        for row, p, g in zip(self.small, self.flat.split(sizes), self.flat_grad.split(sizes + [self.tail.numel()])):
+            row.param.data, row.param.grad = p.view_as(row.param), g.view_as(row.param)
+
+    def tensors(self):
+        """Everything that a step changes but the count of Adam steps: weights, gradients, states."""
+        big = [x for row in self.banks + self.tables for x in (row.param.data, row.param.grad)]
+        states = [x for state in (*self.state.values(), self.flat_state) for x in state.values()]
+        return big + states + [self.flat, self.flat_grad]
+
+    @torch.no_grad()
+    def step(self, step, lr, mu):
+        """Reduce the gradients, update, send the weights. lr: factor on all rates; mu: momentum of Muon."""
+        adam = step % 2 == 1
+        sharded = self.banks + self.tables if adam else self.banks
+        sent = [self.comm.reduce_scatter(row.param.grad) for row in sharded]
+        flat = self.comm.all_reduce(self.flat_grad) if adam else None
+        gathers = []
+        self.n_adam += adam
+        for row, (pending, g) in zip(sharded, sent):
+            pending.wait()
+            update = self._update_bank if row.kind == "bank" else self._update_table
+            update(row, g.float() / self.n_micro, lr, mu)
+            gathers.append(self.comm.all_gather(row.param.data))
+        if adam:
+            flat.wait()
+            self._update_small(lr)
+        for pending in gathers:
+            pending.wait()
+        for row in sharded:
+            row.param.grad.zero_()
+
+    def _update_bank(self, row, g, lr, mu):
+        p, state = self._mine(row.param.data), self.state[row.name]
+        lr_mul = self._mine(row.lr_mul).to(p.device) if isinstance(row.lr_mul, Tensor) else row.lr_mul
+        rate = self.muon_lr * lr
+        step = functools.partial(muon_step, g=g, m=state["m"], lr=rate * lr_mul, mu=mu,
+                                 wd=self.muon_wd * rate * row.wd_mul, dtype=p.dtype)
+        if "lo" in state:
+            master = join_master(p, state["lo"])
+            step(master)
+            hi, lo = split_master(master)
+            p.copy_(hi), state["lo"].copy_(lo)
+        else:
+            step(p)
+
+    def _update_table(self, row, g, lr, mu):
+        adam_step(self._mine(row.param.data), g, **self.state[row.name], lr=self.adam_lr * row.lr_mul * lr,
+                  betas=row.betas, wd=self.adam_wd * row.wd_mul, eps=self.adam_eps, count=self.n_adam)
+
+    def _update_small(self, lr):
+        at = 0
+        self.flat_grad[:len(self.flat)] /= self.n_micro
+        for row in self.small:
+            here = slice(at, at := at + row.param.numel())
+            adam_step(self.flat[here], self.flat_grad[here], *(x[here] for x in self.flat_state.values()),
+                      lr=self.adam_lr * row.lr_mul * lr, betas=row.betas, wd=self.adam_wd * row.wd_mul,
+                      eps=self.adam_eps, count=self.n_adam)
+        self.flat_grad[:len(self.flat)] = 0
+
+
+# ======== 8. Data =============================================================== budget 400 ====
+# Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
+# All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
+# skipped. What a micro-batch holds is a function of its number in the run alone: not of the rank, the world
+# size, thread timing or validation. A worker thread prepares the next steps; it never issues collectives.
+
+SHARD_MAGIC, SHARD_VERSION = 20240520, 1
+SHARD_HEADER_BYTES = 1024
+OTHER_MAGICS = {20240801: "a Llama 3 shard of uint32 tokens", 20240803: "a Llama 3.1 shard of uint32 tokens"}
+HEADER_WORDS = 3
+CHECK_TOKENS = 1_000_000     # of each shard, looked at before the start
+INDEX_TOKENS = 1 << 22       # document starts are searched in pieces of this many tokens
+N_SLOTS = 3                  # batches in host memory: one being filled, one ready, one being copied
+PEEK_BYTES = 64
+FIX_DATA = "python data/cached_fineweb10B.py fetches FineWeb again"
+
+
+def files_of(pattern, name):
+    """The files that a path pattern names, sorted. Raises Refusal where there is none."""
+    paths = sorted(glob.glob(pattern))
+    if not paths:
+        raise Refusal(f"{name}={pattern}: no such file, seen from {os.getcwd()}. FineWeb is fetched by python "
+                      f"data/cached_fineweb10B.py 9, or give other shards with {name}=PATTERN.")
+    return paths
+
+
+def looks_like(head):
+    """A guess at what a file is that is no shard."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer: the clone did not fetch the file itself"
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "a web page, as a failed download leaves it"
+    if not head:
+        return "an empty file"
+    return f"something else, it begins with {head[:16]!r}"
+
+
+def open_shard(path):
+    """The tokens of a shard as a read-only memory map, uint16 (n,). Raises Refusal unless the file is whole."""
+    n_bytes = os.path.getsize(path)
+    try:
+        with open(path, "rb") as f:
+            head = f.read(PEEK_BYTES)
+    except OSError as e:
+        raise Refusal(f"{path}: cannot be read ({e.strerror}).") from None
+    if n_bytes < SHARD_HEADER_BYTES or head[:7] == b"version":
+        raise Refusal(f"{path} is no token shard: {n_bytes:,} bytes, {looks_like(head)}. {FIX_DATA}.")
+    magic, version, claimed = np.frombuffer(head, "<i4", HEADER_WORDS).tolist()
+    if magic != SHARD_MAGIC:
+        what = OTHER_MAGICS.get(magic) or looks_like(head)
+        raise Refusal(f"{path} is no token shard: its magic number is {magic}, want {SHARD_MAGIC}; it is {what}. "
+                      f"{FIX_DATA}.")
+    if version != SHARD_VERSION:
+        raise Refusal(f"{path}: version {version}, want {SHARD_VERSION}. {FIX_DATA}.")
+    present = (n_bytes - SHARD_HEADER_BYTES) / 2
+    if present != claimed:
+        raise Refusal(f"{path}: its header claims {claimed:,} tokens, present are {present:,.10g}. {FIX_DATA}.")
+    return np.memmap(path, "<u2", "r", SHARD_HEADER_BYTES, (claimed,)) if claimed else np.zeros(0, "<u2")
+
+
+def check_ids(path, tokens):
+    """Largest id of a shard's first million tokens is a token. Returns the position of the first BOS or -1."""
+    looked = np.asarray(tokens[:CHECK_TOKENS])
+    check_range(looked, path)
+    starts = np.flatnonzero(looked == BOS)
+    return int(starts[0]) if len(starts) else -1
+
+
+def check_range(tokens, where):
+    if len(tokens) and int(tokens.max()) >= VOCAB:
+        at = int(np.argmax(tokens >= VOCAB))
+        raise Refusal(f"{where}: id {int(tokens[at])} at token {at:,}, but the vocabulary has {VOCAB:,} ids "
+                      f"(padded to {VOCAB_PADDED:,}). It was made with another tokenizer than GPT-2's.")
+
+
+def check_train_shard(path, tokens):
+    """Raise Refusal unless the shard begins, after a piece without a head, with documents; return their tokens."""
+    first, looked = check_ids(path, tokens), min(len(tokens), CHECK_TOKENS)
+    if first < 0 or first > looked // 2:
+        found = f"no document start (BOS, id {BOS})" if first < 0 else f"the first document start (BOS, id {BOS})"
+        raise Refusal(f"{path}: {found} in the first {looked if first < 0 else first + 1:,} of {len(tokens):,} "
+                      f"tokens. Every document must begin with {BOS}, as GPT-2 shards of [7] do.")
+    return len(tokens) - first
+
+
+def check_files(cfg, comm):
+    """Check every shard before anything slow: headers and sizes on every rank, ids shared out over the ranks.
+
+    Raises the same Refusal on every rank. Returns the usable number of training tokens.
+    """
+    try:
+        paths = files_of(cfg.train_files, "train_files"), files_of(cfg.val_files, "val_files")
+        train, val = ([(path, open_shard(path)) for path in group] for group in paths)
+        for path, _ in val:
+            twin = [other for other, _ in train if os.path.samefile(path, other)]
+            if twin:
+                raise Refusal(f"{path} is among the validation files and the training files ({twin[0]}). "
+                              f"Give disjoint val_files and train_files.")
+        sizes = [check_train_shard(*shard) for shard in train[comm.rank::comm.world]]
+        for shard in val[comm.rank::comm.world]:
+            check_ids(*shard)
+        check_amounts(cfg, sum(len(tokens) for _, tokens in train), sum(len(tokens) for _, tokens in val))
+        verdict = sum(sizes), None
+    except Refusal as e:
+        verdict = 0, str(e)
+    verdicts = comm.collect(verdict)
+    trouble = [text for _, text in verdicts if text]
+    if trouble:
+        raise Refusal(trouble[0])
+    return sum(n for n, _ in verdicts)
+
+
+def check_amounts(cfg, n_train, n_val):
+    """Refuse a run that the tokens present cannot feed; documents cut to size only make it hungrier."""
+    ends = cfg.stage_ends
+    steps = [min(end, cfg.n_run) - min(start, cfg.n_run) for start, end in zip((0, *ends), ends)]
+    needed = sum(n * cfg.n_micro * (stage.T + 1) for n, stage in zip(steps, cfg.stages))
+    if n_train < needed and not cfg.repeat:
+        raise Refusal(f"{cfg.n_run} steps need at least {needed:,} training tokens, present are {n_train:,} in "
+                      f"{cfg.train_files}. Fetch more shards (python data/cached_fineweb10B.py N), take fewer "
+                      f"steps with stop=K, or allow repetition with repeat=true.")
+    if n_val < cfg.val_tokens + 1:
+        raise Refusal(f"val_tokens={cfg.val_tokens} needs {cfg.val_tokens + 1:,} tokens, present are {n_val:,} in "
+                      f"{cfg.val_files}. Take val_tokens={max(n_val - 1, 0) // cfg.val_seq * cfg.val_seq}.")
+
+
+def pack(start, stop, first, n_tokens, max_doc):
+    """Take documents from number `first` on until they hold n_tokens + 1 tokens.
+
+    start, stop   int64 arrays: where each document begins and ends
+    returns       (begins, lengths, next document), or None if the documents do not suffice
+    Each document is cut to max_doc, the last one to fit; what is cut off is dropped, so every span begins with
+    BOS. The + 1 is there because targets are the inputs shifted by one.
+    """
+    some = slice(first, first + n_tokens + 1)
+    lengths = np.minimum(stop[some] - start[some], max_doc)
+    filled = np.cumsum(lengths)
+    last = int(np.searchsorted(filled, n_tokens + 1))
+    if last == len(filled):
+        return None
+    lengths = lengths[:last + 1]
+    lengths[-1] -= filled[last] - (n_tokens + 1)
+    return start[first:first + last + 1], lengths, first + last + 1
+
+
+class Corpus:
+    """The documents of all training files in order, found piece by piece as the run needs them."""
+
+    def __init__(self, paths, repeat):
+        self.paths, self.repeat = paths, repeat
+        self.shards = [open_shard(path) for path in paths]
+        self.offsets = np.cumsum([0] + [len(tokens) for tokens in self.shards])   # of each shard in the whole
+        self.start, self.stop = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.looked = 0              # tokens of the whole that have been searched for document starts
+        self.open = None             # start of the document whose end has not been found
+        self.next_doc, self.epoch_docs = 0, None
+
+    def find_more(self):
+        """Search the next piece for document starts. False when there is none left."""
+        if self.looked == self.offsets[-1]:
+            return False
+        shard = int(np.searchsorted(self.offsets, self.looked, "right")) - 1
+        low, end = self.offsets[shard], self.offsets[shard + 1]
+        upto = min(self.looked + INDEX_TOKENS, end)
+        starts = np.flatnonzero(self.shards[shard][self.looked - low:upto - low] == BOS) + self.looked
+        if self.open is not None:
+            starts = np.concatenate(([self.open], starts))
+        stops = starts[1:]
+        self.open = starts[-1] if len(starts) else None
+        if upto == end and self.open is not None:   # a document ends with its file
+            stops, self.open = np.append(stops, end), None
+        self.start = np.concatenate((self.start, starts[:len(stops)]))
+        self.stop = np.concatenate((self.stop, stops))
+        self.looked = upto
+        return True
+
+    def take(self, n_tokens, max_doc):
+        """Spans of the next micro-batch, as pack returns them; the same whoever asks, if asked in order."""
+        while (spans := pack(self.start, self.stop, self.next_doc, n_tokens, max_doc)) is None:
+            if self.find_more():
+                continue
+            if not self.repeat:
+                raise RunFailed(
+                    f"the training data is at an end: {len(self.start):,} documents, {self.offsets[-1]:,} tokens in "
+                    f"{len(self.paths)} file(s); cutting documents to {max_doc} tokens drops the rest of them. "
+                    f"Fetch more shards or allow repetition with repeat=true.")
+            self.epoch_docs = self.epoch_docs or len(self.start)   # the whole list once more, behind the end
+            self.start = np.concatenate((self.start, self.start[:self.epoch_docs]))
+            self.stop = np.concatenate((self.stop, self.stop[:self.epoch_docs]))
+        begins, lengths, self.next_doc = spans
+        return begins, lengths
+
+    @property
+    def epoch(self):
+        """Epoch of the last document taken, from 1."""
+        return 1 + (self.next_doc - 1) // self.epoch_docs if self.epoch_docs else 1
+
+    def read(self, begins, lengths):
+        """The tokens of spans, one behind the other: uint16. Checks their ids."""
+        out, at = np.empty(int(lengths.sum()), np.uint16), 0
+        for begin, n in zip(begins.tolist(), lengths.tolist()):
+            shard = int(np.searchsorted(self.offsets, begin, "right")) - 1
+            low = begin - int(self.offsets[shard])
+            out[at:at + n] = self.shards[shard][low:low + n]
+            at += n
+        if int(out.max()) >= VOCAB:
+            check_range(np.asarray(self.shards[shard]), self.paths[shard])
+            check_range(out, f"a batch from {self.paths[shard]} and the file before")
+        return out
+
+
+def doc_starts(tokens):
+    """Stream position of the BOS of each token's document, 0 before the first one: int32 (T,)."""
+    position = np.arange(len(tokens), dtype=np.int32)
+    return np.maximum.accumulate(np.where(tokens == BOS, position, 0))
+
+
+def read_validation(cfg, comm):
+    """This rank's validation streams: [(tokens, targets, doc_start), ...] tensors on the CPU, in order.
+
+    Stream i of val_tokens / val_seq goes to rank i mod world. Streams do not begin at a document's start.
+    """
+    shards = [open_shard(path) for path in files_of(cfg.val_files, "val_files")]
+    flat = np.concatenate([shard[:cfg.val_tokens + 1] for shard in shards])
+    streams = []
+    for i in range(comm.rank, cfg.val_tokens // cfg.val_seq, comm.world):
+        piece = flat[i * cfg.val_seq:(i + 1) * cfg.val_seq + 1]
+        check_range(piece, f"stream {i} of {cfg.val_files}")
+        inputs, targets = piece[:-1].astype(np.int32), piece[1:].astype(np.int64)
+        streams.append(tuple(map(torch.from_numpy, (inputs, targets, doc_starts(inputs)))))
+    return streams
+
+
+def unigram_loss(cfg):
+    """Cross-entropy of the validation targets under the token frequencies (plus one) of the first training shard."""
+    train = open_shard(files_of(cfg.train_files, "train_files")[0])[:CHECK_TOKENS]
+    targets = np.concatenate([open_shard(p)[:cfg.val_tokens + 1] for p in files_of(cfg.val_files, "val_files")])
+    counts = np.bincount(train, minlength=VOCAB) + 1.0
+    return -float(np.log(counts / counts.sum())[targets[1:cfg.val_tokens + 1]].mean())
+
+
+class Loader:
+    """Prepares the batches of a plan on a worker thread, while the clock runs.
+
+    plan: one (T, max_doc) per step. A batch is this rank's micro-batches of one step: tokens, targets and
+    doc_start, (n, T) each, at fixed addresses on the device. A host slot is filled again only when the copy
+    that read it has finished; without that the next batch would overwrite the one in flight.
+    """
+
+    def __init__(self, cfg, comm, plan):
+        self.corpus = Corpus(files_of(cfg.train_files, "train_files"), cfg.repeat)
+        self.plan, self.n_micro, self.device = plan, cfg.n_micro, comm.device
+        n = cfg.n_micro // comm.world
+        self.mine = range(comm.rank * n, (comm.rank + 1) * n)
+        size, on_gpu = n * max(T for T, _ in plan), comm.device.type == "cuda"
+        kinds = (torch.int32, torch.int64, torch.int32)
+        self.slots = [[torch.empty(size, dtype=t, pin_memory=on_gpu) for t in kinds] for _ in range(N_SLOTS)]
+        self.on_device = [torch.empty(size, dtype=t, device=comm.device) for t in kinds]
+        self.free, self.ready = queue.Queue(), queue.Queue()
+        for i in range(N_SLOTS):
+            self.free.put((i, torch.cuda.Event() if on_gpu else None))
+        self.clock_runs, self.crcs, self.epochs = threading.Lock(), [], []
+        self.clock_runs.acquire()
+        threading.Thread(target=self._work, daemon=True, name="loader").start()
+
+    def resume(self):
+        """The clock runs: prepare batches."""
+        self.clock_runs.release()
+
+    def pause(self):
+        """The clock is to stop: return when nothing is being prepared, and prepare nothing."""
+        self.clock_runs.acquire()
+
+    def _work(self):
+        try:
+            for T, max_doc in self.plan:
+                i, copied = self.free.get()
+                if copied is not None:
+                    copied.synchronize()
+                with self.clock_runs:
+                    crcs, epoch = self._fill(self.slots[i], T, max_doc)
+                self.ready.put((i, copied, T, crcs, epoch))
+        except BaseException as e:   # the consumer raises it in the main thread; here it would go unseen
+            self.ready.put(e)
+
+    def _fill(self, slot, T, max_doc):
+        """Pack all micro-batches of a step and read this rank's into the slot."""
+        crcs = []
+        for m in range(self.n_micro):
+            spans = self.corpus.take(T, max_doc)
+            if m not in self.mine:
+                continue
+            piece = self.corpus.read(*spans)
+            crcs.append(zlib.crc32(piece))
+            here = slice((m - self.mine[0]) * T, (m - self.mine[0] + 1) * T)
+            starts = np.cumsum(spans[1]) - spans[1]
+            values = piece[:-1], piece[1:], np.repeat(starts, spans[1])[:-1]
+            for buffer, value in zip(slot, values):
+                buffer.numpy()[here] = value
+        return crcs, self.corpus.epoch
+
+    def next(self):
+        """The batch of the next step: [(tokens, targets, doc_start), ...], one per micro-batch."""
+        batch = self.ready.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        i, copied, T, crcs, epoch = batch
+        n = len(self.mine) * T
+        for source, target in zip(self.slots[i], self.on_device):
+            target[:n].copy_(source[:n], non_blocking=True)
+        if copied is not None:
+            copied.record()
+        self.free.put((i, copied))
+        self.crcs.append(crcs)
+        self.epochs.append(epoch)
+        return list(zip(*(x[:n].view(-1, T) for x in self.on_device)))
+
+
+# ======== 9. Schedules ========================================================== budget 90 ====
+# What changes during a run, as pure functions of (cfg, step): no tensor, no rank, no state. Steps count from 0.
+
+ROTARY_BASE = 1024           # the slowest pair of channels turns by 1 / 1024 radian per token
+YARN_TURNS = (1.0, 32.0)     # at fewer turns in a window a frequency is stretched fully, at more not at all, from [4]
+YARN_GAIN = 0.2
+
+
+def stage_at(cfg, step):
+    """Number of the stage that the step belongs to."""
+    return next((i for i, end in enumerate(cfg.stage_ends) if step < end), len(cfg.stages) - 1)
+
+
+def lr_at(cfg, step):
+    """Factor on every learning rate: the stage's own, drawn in a straight line from the start of the cooldown
+    on towards lr_floor, which is reached with the last scheduled step and kept in the extension."""
+    scheduled = cfg.stage_ends[-2]
+    start = math.floor(cfg.cooldown_from * scheduled)
+    cool = min(max((step - start) / (scheduled - start), 0.0), 1.0)
+    return cfg.stages[stage_at(cfg, step)].lr * (1 - cool) + cfg.lr_floor * cool
+
+
+def mu_at(cfg, step):
+    """Muon's momentum: up from mu_low to mu_high at the start, back at the end; ramps shrink in a shorter run."""
+    shrink = min(1.0, cfg.n_steps / REFERENCE_STEPS)
+    rise, fall = cfg.mu_rise * shrink, cfg.mu_fall * shrink
+    up = min(step / rise, 1.0)
+    down = min(max((step - (cfg.n_steps - fall)) / fall, 0.0), 1.0)
+    return cfg.mu_low + (cfg.mu_high - cfg.mu_low) * (up - down)
+
+
+def yarn(freqs, scale, old, new):
+    """Frequencies and softmax scale after the window has grown from old to new tokens [3].
+
+    Slow frequencies, with less than one turn in the old window, are stretched by new / old; fast ones, with
+    more than 32, stay; those between are blended.
+    """
+    low, high = YARN_TURNS
+    keep = [min(max((old * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in freqs]
+    shrunk = [f * (old / new + k * (1 - old / new)) for f, k in zip(freqs, keep)]
+    return shrunk, scale * (1 + YARN_GAIN * math.log(new / old))
+
+
+def rotary_at(cfg, stage):
+    """(angular frequencies, softmax scale) of a stage: E/4 of them, in radians per token, falling.
+
+    One YaRN step for every growth of the long window up to this stage; validation takes none.
+    """
+    n = cfg.d_head // 2 // 2
+    freqs, scale = [ROTARY_BASE ** (-i / max(n - 1, 1)) for i in range(n)], cfg.attn_scale
+    for before, here in zip(cfg.stages[:stage], cfg.stages[1:stage + 1]):
+        if here.long != before.long:
+            freqs, scale = yarn(freqs, scale, before.long, here.long)
+    return freqs, scale
+
+
+# ======== 10. Graphs ============================================================= budget 80 ====
+# What is done once per shape before the clock starts. Here: every shape runs once on synthetic tokens, so that
+# memory is allocated, libraries are loaded, connections stand, and what cannot work fails early. Invariant:
+# (1) Afterwards weights, gradients, optimizer states, random numbers and loader are bit-equal to before.
+
+
+SYNTHETIC_STRIDE = 7919       # prime: the ids walk through the whole vocabulary
+
+
+def synthetic(T, device):
+    """A stream of tokens that no corpus contributed to: (tokens, targets, doc_start)."""
+    ids = torch.arange(T + 1, device=device) * SYNTHETIC_STRIDE % VOCAB
+    return ids[:-1].int(), ids[1:], torch.zeros(T, dtype=torch.int32, device=device)
+
+
+def warm_up(cfg, model, optimizer, views, val_view):
+    """One micro-batch of every shape with its view, two optimizer steps, one validation stream; then undo it."""
+    device = model.w_embed.device
+    before, n_adam = [x.clone() for x in optimizer.tensors()], optimizer.n_adam
+    for stage, view in zip(cfg.stages, views):
+        model(*synthetic(stage.T, device), view).backward()
+    for step in range(2):
+        optimizer.step(step, 1.0, cfg.mu_low)
+    with torch.no_grad():
+        model(*synthetic(cfg.val_seq, device), val_view, VOCAB)
+        for x, old in zip(optimizer.tensors(), before):
+            x.copy_(old)
+    optimizer.n_adam = n_adam
+
+
+# ======== 11. Train ============================================================= budget 330 ====
+# A run from the command line to the last line of the log. Invariants:
+# (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
+#     forwards and the log's file lie outside, reading and packing tokens inside.
+# (2) The host never waits for the device within a stage, but for the ring: a step's loss is read when it is
+#     there, at most 16 steps later.
+# (3) Every decision to stop is made from numbers that all ranks share, or by the Guard.
+
+RING = 16                    # steps whose loss may be under way
+MIB = 1 << 20
+MS = 1000
+
+
+class LossRing:
+    """Sum of losses and finite flags of the last steps, on their way from the device to the log."""
+
+    def __init__(self, device, shape):
+        self.cuda = device.type == "cuda"
+        self.host = torch.zeros(RING, *shape, pin_memory=self.cuda)
+        self.queue, self.n = [], 0
+
+    def push(self, steps, tail, seconds):
+        """Send the tail that holds these steps. Waits only if the ring is full."""
+        entry, done = self.host[self.n % RING], torch.cuda.Event() if self.cuda else None
+        if len(self.queue) == RING:
+            self.queue[0][-1].synchronize()
+        entry.copy_(tail, non_blocking=True)
+        if self.cuda:
+            done.record()
+        self.queue.append((steps, entry, seconds, done))
+        self.n += 1
+
+    def pop(self, wait=False):
+        """Entries that have arrived, in order: (steps, tail, seconds)."""
+        while self.queue:
+            steps, entry, seconds, done = self.queue[0]
+            if done is not None:
+                if wait:
+                    done.synchronize()
+                elif not done.query():
+                    return
+            self.queue.pop(0)
+            yield steps, entry.tolist(), seconds
+
+
+def view_at(cfg, stage, device, n_positions, long=None):
+    """View of a stage for streams of n_positions tokens; `long` replaces its long window."""
+    freqs, scale = rotary_at(cfg, stage)
+    angle = torch.outer(torch.arange(n_positions, dtype=torch.float64), torch.tensor(freqs, dtype=torch.float64))
+    angle = F.pad(angle, (0, len(freqs)))[:, None]             # the second half of a head has no position
+    turn = torch.polar(torch.ones_like(angle), -angle).to(device, torch.complex64)
+    return View(cfg.stages[stage].short, long or cfg.stages[stage].long, scale, turn)
+
+
+def evaluate(cfg, comm, guard, model, view, streams):
+    """Mean next-token cross-entropy over all validation tokens; classes that are no tokens are masked."""
+    sums = []
+    with torch.no_grad():
+        for stream in streams:
+            sums.append(model(*(x.to(comm.device) for x in stream), view, VOCAB).item())
+            guard.step()
+    by_rank = comm.collect(sums)
+    return sum(by_rank[i % comm.world][i // comm.world] for i in range(cfg.val_tokens // cfg.val_seq)) / cfg.val_tokens
+
+
+def step_line(cfg, step, loss, seconds, ms):
+    tokens = cfg.n_micro * sum(cfg.stages[stage_at(cfg, s)].T for s in range(step + 1))
+    return (f"step {step + 1:5d}/{cfg.n_steps} | tokens {tokens:11,d} | loss {loss:9.6f} | "
+            f"time {seconds:8.3f} s | {ms:8.2f} ms/step")
+
+
+def report(cfg, log, ring, wait=False):
+    """Log the steps whose losses have arrived; RunFailed at the first that is not finite."""
+    for steps, tail, stamps in ring.pop(wait):
+        for step, seconds, ms in zip(steps, *stamps):
+            total, bad_ranks = tail[step % 2]
+            if bad_ranks or not math.isfinite(total):
+                ranks = [r for r in range(max(WORLDS)) if int(bad_ranks) >> r & 1]
+                raise RunFailed(f"the loss of step {step + 1} is not finite on rank {', '.join(map(str, ranks))}. "
+                                f"Lower learning rates (muon_lr, adam_lr) are the usual cure.")
+            mean = total / (cfg.n_micro * cfg.stages[stage_at(cfg, step)].T)
+            log.line(step_line(cfg, step, mean, seconds, ms), often=True)
+
+
+def train_step(cfg, comm, model, optimizer, batch, view, step):
+    """Forward and backward of this rank's micro-batches, then the optimizer; the tail gets loss and flag."""
+    tail = optimizer.tail[step % 2].zero_()
+    for tokens, targets, doc_start in batch:
+        loss = model(tokens, targets, doc_start, view)
+        loss.backward()
+        tail[0] += loss.detach()
+    tail[1] = (~torch.isfinite(tail[0])) * 2.0 ** comm.rank
+    optimizer.step(step, lr_at(cfg, step), mu_at(cfg, step))
+
+
+def stage_line(cfg, k):
+    stage = cfg.stages[k]
+    return (f"stage {k} | until step {cfg.stage_ends[k]} | T {stage.T:,} | batch {cfg.n_micro * stage.T:,} tokens | "
+            f"max_doc {stage.max_doc} | windows {stage.short}/{stage.long} | lr {stage.lr}")
+
+
+def train(cfg, comm, log, guard):
+    """Train, validate, and write the log up to its footer. Returns the footer's lines."""
+    model = Model(cfg, comm.device)
+    optimizer = Optimizer(param_table(model, cfg), comm, n_micro=cfg.n_micro, muon_lr=cfg.muon_lr,
+                          muon_wd=cfg.muon_wd, adam_lr=cfg.adam_lr, adam_wd=cfg.adam_wd, adam_eps=cfg.adam_eps)
+    n_params = sum(p.numel() for p in model.parameters())
+    log.line(f"parameters: {n_params:,}")
+    log.phase("model")
+    last_stage = stage_at(cfg, cfg.n_run - 1)
+    warm_up(cfg, model, optimizer,
+            [view_at(cfg, k, comm.device, stage.T) for k, stage in enumerate(cfg.stages)],
+            view_at(cfg, last_stage, comm.device, cfg.val_seq, cfg.val_long))
+    log.phase("warm-up")
+    plan = [(stage.T, stage.max_doc) for stage in (cfg.stages[stage_at(cfg, s)] for s in range(cfg.n_run))]
+    loader, clock, ring = Loader(cfg, comm, plan), Clock(comm), LossRing(comm.device, optimizer.tail.shape)
+
+    def validate(step, long=None):
+        """Validate before this step. What it reads is read on the clock; the clock stands when it returns."""
+        view, streams = view_at(cfg, k, comm.device, cfg.val_seq, long), read_validation(cfg, comm)
+        loader.pause()
+        clock.stop()
+        report(cfg, log, ring, wait=True)
+        loss = evaluate(cfg, comm, guard, model, view, streams)
+        log.line(f"val  {step:5d}/{cfg.n_steps} | loss {loss:9.6f} | time {clock.total:8.3f} s")
+        log.flush()
+        return loss
+
+    log.flush()
+    comm.shorten_limit(cfg.step_limit_s)
+    guard.step(cfg.step_limit_s)
+    k, view, stamps, began = None, None, [], 0.0
+    clock.start()
+    loader.resume()
+    for step in range(cfg.n_run):
+        if stage_at(cfg, step) != k:
+            k = stage_at(cfg, step)
+            view = view_at(cfg, k, comm.device, cfg.stages[k].T)
+            log.line(stage_line(cfg, k))
+        if cfg.val_every and step % cfg.val_every == 0:
+            validate(step)
+            clock.start()
+            loader.resume()
+        batch = loader.next()
+        if len(loader.epochs) > 1 and loader.epochs[-1] != loader.epochs[-2]:
+            log.line(f"epoch {loader.epochs[-1]} | begins in step {step + 1}")
+        train_step(cfg, comm, model, optimizer, batch, view, step)
+        guard.step()
+        now = clock.now()
+        stamps.append((now, MS * (now - began)))
+        began = now
+        if step % 2 == 1:
+            ring.push((step - 1, step), optimizer.tail, tuple(zip(*stamps)))
+            stamps = []
+            report(cfg, log, ring)
+    if stamps:                                   # a run stopped after an even step: its loss has not been summed
+        comm.all_reduce(optimizer.tail).wait()
+        ring.push((cfg.n_run - 1,), optimizer.tail, tuple(zip(*stamps)))
+    val_loss = validate(cfg.n_run, cfg.val_long)
+    train_s, spread = clock.over_ranks()
+    return footer(cfg, comm, log, model, loader, val_loss, train_s, spread)
+
+
+def footer(cfg, comm, log, model, loader, val_loss, train_s, spread):
+    """The summary of a complete run, one `key: value` each; saves the weights if asked to."""
+    by_rank = comm.collect(loader.crcs[:cfg.n_run])
+    steps = [[f"{crc:08x}" for crcs in by_step for crc in crcs] for by_step in zip(*by_rank)]
+    if cfg.hashes:
+        for step, crcs in enumerate(steps):
+            log.line(f"batch {step + 1:5d} | {' '.join(crcs)}", often=True)
+    if cfg.save and comm.rank == 0:
+        torch.save({"config": asdict(cfg), "weights": model.state_dict()}, cfg.save + ".part")
+        os.replace(cfg.save + ".part", cfg.save)
+        log.line(f"saved: {cfg.save}")
+    on_gpu = comm.device.type == "cuda"
+    tokens = cfg.n_micro * sum(cfg.stages[stage_at(cfg, s)].T for s in range(cfg.n_run))
+    return [
+        "---",
+        f"val_loss: {val_loss:.6f}",
+        f"val_unigram: {unigram_loss(cfg):.6f}",
+        f"train_s: {train_s:.3f}",
+        f"train_s_spread: {spread:.6f}",
+        f"steps: {cfg.n_run}",
+        f"tokens: {tokens}",
+        f"epochs: {loader.epochs[cfg.n_run - 1]}",
+        f"ms_per_step: {MS * train_s / cfg.n_run:.2f}",
+        f"data_hash: {hashlib.sha256(json.dumps(steps).encode()).hexdigest()}",
+        f"peak_gpu_mib: {torch.cuda.max_memory_allocated() // MIB if on_gpu else 'n/a'}",
+    ]
+
+
+def main(argv=None):
+    """Run the command line; ends with code 0 and `end: ok`, or with code 1 and a FAILED line on stderr."""
+    try:
+        cfg = parse(sys.argv[1:] if argv is None else argv)
+        rank, local_rank, world = launch_env()
+        if world not in WORLDS or cfg.n_micro % world:
+            legal = [n for n in WORLDS if cfg.n_micro % n == 0]
+            raise Refusal(f"world size {world}: want one of {', '.join(map(str, legal))}, because it must divide "
+                          f"n_micro={cfg.n_micro}. Start torchrun with --nproc_per_node={legal[-1]}.")
+        if cfg.save and not os.path.isdir(os.path.dirname(os.path.abspath(cfg.save))):
+            raise Refusal(f"save={cfg.save}: the folder does not exist. Create it or choose another.")
+        comm = Comm(cfg, rank, local_rank, world)
+    except Refusal as e:
+        sys.exit(f"FAILED: {e}")
+    guard = Guard(comm, cfg.start_limit_s)
+    usable = check_files(cfg, comm)
+    guard.log = log = Log(cfg, comm)
+    for text in (*script_lines(), f"preset: {cfg.preset}", f"seed: {cfg.seed}", f"world: {comm.world}",
+                 *host_lines(comm), f"config: {json.dumps(asdict(cfg))}", f"train_tokens: {usable:,} usable"):
+        log.line(text)
+    log.phase("start and checks")
+    for text in train(cfg, comm, log, guard):
+        log.line(text)
+    comm.meet()
+    guard.finish()
+    log.end("ok")
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()
