@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import tokenize
 import warnings
 from functools import lru_cache
@@ -670,8 +671,8 @@ def is_code(words, alone):
 def check_characters(src):
     """ASCII everywhere; docstrings may also have the signs of formulae and Greek letters."""
     text = read(src)
-    return [at(n, "character", ascii(c), "ASCII" if n not in text.doc_lines else "a sign of formulae")
-            for n, line in enumerate(text.lines, 1) if not line.isascii() for c in line
+    return [at(n, "character", ascii(c), "ASCII, or in a docstring a sign of formulae")
+            for n, line in enumerate(text.lines, 1) for c in line
             if not c.isascii() and not (n in text.doc_lines and (c in FORMULA_SIGNS or is_greek(c)))]
 
 
@@ -693,8 +694,6 @@ def check_kernels(src):
         if len(flags) > 1:
             bad.append(at(kernel.lineno, f"flags of {name}", sorted(flags), "at most one"))
     for function in text.functions():
-        if text.section_of(function.lineno) != 4 or function.name in jitted:
-            continue
         launched = {part.id for node in ast.walk(function) if isinstance(node, ast.Call)
                     and isinstance(node.func, ast.Subscript) for part in ast.walk(node.func.value)
                     if isinstance(part, ast.Name)} & set(jitted)
@@ -1021,9 +1020,13 @@ FAULTS = [   # (rule, what it must say, {text of GOOD: what is planted in its pl
     (check_header, "the bibliography in the header", {"  T  tokens          D  width\n": "",
                                                  "On doubling.\n": "On doubling.\n  T  tokens\n"}),
     (check_prose, "opening of section 8, found 2", {"# Shards of tokens.\n": ""}),
+    (check_prose, "opening of section 8, found 2", {"# Shards of tokens.\n": "#\n"}),
+    (check_prose, "opening of section 8, found 1", {"# Shards of tokens.": "# A.\n# ---- 8.1 a: b ----"}),
     (check_prose, "opening of section 7, found 2", {"# One step downhill.\n# A second line.\n": ""}),
     (check_prose, "opening of section 8, found 13", {"# Shards of tokens.\n": "# Shards of tokens.\n" * 11}),
     (check_invariants, "invariants of the section, found []", {"# (1) Addresses never change.\n": ""}),
+    (check_invariants, "invariants of the section, found []", {"# (1) The clock runs in here.\n": ""}),
+    (check_invariants, "invariants of the section, found []", {"# (1) The decay comes first.\n": ""}),
     (check_invariants, "invariants of the section, found [2]", {"# (1) Addresses": "# (2) Addresses"}),
     (check_invariants, "by (3)", {"by (1)": "by (3)"}),
     (check_citations, "[4]", {"see [1]": "see [4]"}),
@@ -1058,45 +1061,38 @@ FAULTS = [   # (rule, what it must say, {text of GOOD: what is planted in its pl
     (check_layers, "cfg", {"comm: Comm, p": "cfg, p"}),
     (check_layers, "world", {"*, scale):": "*, scale, world):"}),
 
-    (check_door, "os.environ", {MAIN_BODY: "    os.environ.clear()\n" + MAIN_BODY}),
+    *((check_door, door, {IMPORT: f"{IMPORT}import {door.strip('.').split('.')[0]}\n",
+                          STEP: f"    {'p' * door.startswith('.')}{door}()\n" + STEP})
+      for door in DOOR if door != "torch"),
+    (check_door, "torch.pi", {"return len(self.stages)": "return len(self.stages) * torch.pi"}),
     (check_door, "torch.distributed", {STEP: "    dist.all_reduce(p)\n" + STEP}),
-    (check_door, "torch.distributed", {STEP: "    torch.distributed.all_reduce(p)\n" + STEP}),
-    (check_door, "time.sleep", {MAIN_BODY: "    time.sleep(1)\n" + MAIN_BODY}),
-    (check_door, "time.sleep", {IMPORT: "import time\nfrom time import sleep as wait\n",
-                                MAIN_BODY: "    wait(1)\n" + MAIN_BODY}),
-    *((check_door, use, {IMPORT: f"import time\nimport {use.split('.')[0]}\n", STEP: f"    {use}()\n" + STEP})
-      for use in ("subprocess.run", "signal.alarm", "sys.stderr.write", "threading.Thread", "socket.socket")),
-    (check_door, "queue.Queue", {MAIN_BODY: "    queue.Queue()\n" + MAIN_BODY}),
-    (check_door, "found open", {MAIN_BODY: "    open('x')\n" + MAIN_BODY}),
+    (check_door, "time.sleep", {IMPORT: "from time import sleep as nap\n", STEP: "    nap()\n" + STEP}),
     (check_door, "open in section 8, found 'wb'", {'open(path, "rb")': 'open(path, "wb")'}),
     (check_door, "open in section 8, found 'a'", {'open(path, "rb")': 'open(path, mode="a")'}),
-    (check_door, ".read_bytes", {MAIN_BODY: "    Config().read_bytes()\n" + MAIN_BODY}),
     (check_door, ".write_text", {"    return head,": "    path.write_text(head)\n    return head,"}),
-    (check_door, "numpy.memmap", {MAIN_BODY: "    np.memmap('x')\n" + MAIN_BODY}),
     (check_door, "print", {MAIN_BODY: "    print(1)\n" + MAIN_BODY}),
     (check_door, "print", {"            dist.init_process_group()": "            print(1)"}),
-    (check_door, "torch.compile", {METHOD: "        return torch.compile(x)\n"}),
-    (check_door, "torch.cuda.CUDAGraph", {MAIN_BODY: "    torch.cuda.CUDAGraph()\n" + MAIN_BODY}),
-    (check_door, "torch.cuda.graph", {MAIN_BODY: "    with torch.cuda.graph():\n    " + MAIN_BODY}),
-    (check_door, "torch._inductor.config", {"    return torch.compile(": "    torch._inductor.config.x = 1\n"
-                                                                         "    return torch.compile("}),
-    (check_door, "torch.pi", {"return len(self.stages)": "return len(self.stages) * torch.pi"}),
-    (check_environment, "'DEBUG'", {'os.environ.get("WORLD_SIZE", 1)': 'os.environ.get("DEBUG", 1)'}),
-    (check_environment, "'DEBUG'", {'os.environ.get("WORLD_SIZE", 1)': 'os.environ["DEBUG"]'}),
-    (check_environment, "'DEBUG'", {'os.environ.get("WORLD_SIZE", 1)': '"DEBUG" in os.environ'}),
-    (check_environment, "'DEBUG'", {'os.environ.get("WORLD_SIZE", 1)': 'os.getenv("DEBUG")'}),
+    *((check_environment, "'DEBUG'", {'os.environ.get("WORLD_SIZE", 1)': f"({reading})"}) for reading in
+      ("os.environ.get('DEBUG')", "os.environ['DEBUG']", "'DEBUG' in os.environ", "'DEBUG' not in os.environ",
+       "os.getenv('DEBUG')", "os.environ.pop('DEBUG')")),
     (check_one_rank, "comm.world > 1", {STEP: "    if comm.world > 1:\n        p.zero_()\n" + STEP}),
     (check_statements, "definition, found above section 1", {"# ======== 1.": "X = 1\n# ======== 1."}),
     (check_statements, "Assert", {MODULE: MODULE + "assert F8_MAX\n"}),
     (check_statements, "If", {MODULE: MODULE + "if F8_MAX:\n    X = 1\n"}),
     (check_statements, "Expr", {MODULE: MODULE + "FAST['double']\n"}),
     (check_statements, "Try", {"except ImportError": "except Exception"}),
+    (check_statements, "If", {"def main():": 'if __name__ == "__main__":\n    X = 1\n\n\ndef main():'}),
+    (check_statements, "Assert", {"    import triton\n": "    assert os\n    import triton\n"}),
+    (check_statements, "Assert", {"    triton = tl = None": "    assert os\n    triton = tl = None"}),
+    (check_statements, "below the header", {MAIN_BODY: "    from math import pi\n" + MAIN_BODY}),
     (check_statements, "below the header", {MAIN_BODY: "    import math\n" + MAIN_BODY}),
     (check_statements, "last lines", {"\n\nif __name__ == \"__main__\":\n    main()\n": ""}),
     (check_statements, "last lines", {"\":\n    main()\n": "\":\n    main()\n    main()\n"}),
     (check_import_calls, "os.getcwd", {MODULE: MODULE + "HERE = os.getcwd()\n"}),
     (check_import_calls, "torch.zeros", {MODULE: MODULE + "ZEROS = [torch.zeros(n) for n in range(2)]\n"}),
     (check_import_calls, "os.getcwd", {"def main():": "def main(here=os.getcwd()):"}),
+    (check_import_calls, "os.getcwd", {"def main():": "def main(*, here=os.getcwd()):"}),
+    (check_import_calls, "functools.wraps", {"def main():": "@functools.wraps(Stage)\ndef main():"}),
     (check_import_calls, "os.getcwd", {"class Model:": "class Model:\n    here = os.getcwd()\n"}),
     (check_import_calls, "functools.wraps", {"def main():": "@functools.wraps\ndef main():"}),
     (check_import_calls, "functools.wraps", {"class Model:": "@functools.wraps(Stage)\nclass Model:"}),
@@ -1107,6 +1103,8 @@ FAULTS = [   # (rule, what it must say, {text of GOOD: what is planted in its pl
     (check_numbers, "found 0.25", {"y=0.5": "y=0.25"}),
     (check_numbers, "found 3", {MODULE: MODULE + "lower = 3\n"}),
     (check_numbers, "found 3", {"class Model:": "class Model:\n    width = 3\n"}),
+    (check_numbers, "found 3", {"# ======== 7.": "Model.width = 3\n\n# ======== 7."}),
+    (check_numbers, "found 3j", {METHOD: "        return x * 3j\n"}),
     *((check_markers, mark, {"see [1]": f"see [1]. {mark}: rest"}) for mark in MARKS),
     *((check_history, words, {"see [1]": f"see [1], {words} 2"}) for words in
       ("previously", "no longer", "used to be", "was changed", "Formerly")),
@@ -1118,18 +1116,20 @@ FAULTS = [   # (rule, what it must say, {text of GOOD: what is planted in its pl
     (check_dead_code, "# train(cfg)", {MAIN_BODY: MAIN_BODY + "    # train(cfg)\n"}),
     (check_dead_code, "#     y = 1", {MAIN_BODY: MAIN_BODY + "    #     y = 1\n"}),
     (check_dead_code, "# z = 1", {MAIN_BODY: MAIN_BODY + "    # y = 1\n    # z = 1\n"}),
+    (check_dead_code, "# y = 1", {MAIN_BODY: "    train(Config())  # Why\n    # y = 1\n"}),
+    (check_dead_code, "# y = 1", {"# Shards of tokens.\n": "# y = 1\n"}),
     (check_dead_code, "# import math", {MAIN_BODY: MAIN_BODY + "    # import math\n"}),
     (check_dead_code, "# return x", {"by (1), see [1]": "return x"}),
     (check_dead_code, "# for x in range(2):", {MAIN_BODY: MAIN_BODY + "    # for x in range(2):\n"}),
     *((check_dead_code, words, {MAIN_BODY: MAIN_BODY + f"    # {words}\n"}) for words in
-      ("if x > 1:", "while x > 1:", "with a.b():", "def f(x):", "@a.b(1)", "raise Error(x)")),
+      ("if x > 1:", "while x > 1:", "with a.b():", "def f(x):", "@a.b(1)", "raise E(x)", "from a import b")),
     (check_dead_code, "loose string", {MAIN_BODY: MAIN_BODY + "    '''x = 1'''\n"}),
     (check_characters, r"\xe9", {"see [1]": "see [1], \u00e9"}),
     (check_characters, r"\xe9", {"Train once.": "Train \u00e9."}),
     (check_characters, r"\u221a", {"see [1]": "see [1], \u221ax"}),
     (check_characters, r"\u2026", {"{time.perf": "\u2026 {time.perf"}),
     (check_kernels, "docstring of double", {"    tiling   one block of the table per program\n": ""}),
-    (check_kernels, "docstring of double", {"    kind  ": "    source", "    source   [1]": "    kind     [1]"}),
+    (check_kernels, "docstring of double", {"    kind  ": "    source", "    source   [": "    kind     ["}),
     (check_kernels, "docstring of double", {'    """Twice x.\n\n    math  ': '    """math  '}),
     (check_kernels, "what it computes", {'"""Twice x.\n\n    math ': '"""\n    math '}),
     (check_kernels, "bitwise | reorder | approx", {"bitwise; double_ref": "exact; double_ref"}),
@@ -1138,15 +1138,20 @@ FAULTS = [   # (rule, what it must say, {text of GOOD: what is planted in its pl
     (check_kernels, "a name like _x_kernel", {"_double_kernel": "_double"}),
     (check_kernels, "flags of _double_kernel", {"y_ptr, N, stride, first,": "y_ptr, ODD: tl.constexpr,",
                                                 "    if MASKED:": "    if MASKED and ODD:"}),
+    (check_kernels, "flags of _double_kernel", {"y_ptr, N, stride, first,": "y_ptr, ODD: tl.constexpr,",
+                                                "n = n % N": "n = n if ODD else 0"}),
     (check_kernels, "found triple", {"def descend(": "@triton.jit\ndef triple(x):\n    x\n\n\ndef descend("}),
     (check_topology, "i == 1", {'if kind == "long" and': "if i == 1 and"}),
     (check_topology, "2 != i", {'if kind == "long" and': "if 2 != i and"}),
     (check_topology, "i in (1, 2)", {'if kind == "long" and': "if i in (1, 2) and"}),
+    (check_topology, "i not in [1, 2]", {'if kind == "long" and': "if i not in [1, 2] and"}),
     (check_topology, "LAYERS[0]", {METHOD: "        return x * LAYERS[0]\n"}),
     (check_topology, "self.blocks[-1]", {METHOD: "        return self.blocks[-1](x)\n"}),
     (check_settings, "no use of seed", {"    stages: tuple": "    seed: int = 1\n    stages: tuple"}),
     (check_settings, "no use of until", {"    stages: tuple": "    until: int = 1\n    stages: tuple",
                                          METHOD: METHOD.replace(")", ") * kind.until")}),
+    (check_settings, "no use of seed", {"    stages: tuple": "    seed: int = 1\n    stages: tuple",
+                                        METHOD: "        self.seed = 1\n" + METHOD}),
     (check_settings, "none that is frozen", {"(frozen=True)\nclass Config": "\nclass Config"}),
     (check_settings, "none that is frozen", {"class Config:": "class Settings:", "Config)": "Settings)",
                                              "Config()": "Settings()"}),
@@ -1159,7 +1164,7 @@ FAULTS = [   # (rule, what it must say, {text of GOOD: what is planted in its pl
     (check_docstrings, "main, found 14 lines", {MAIN_BODY: MAIN_BODY + PADDING * 4}),
     (check_docstrings, "Log, found 13 lines", {"class Log:": "class Log:" + "\n    # Why.\n    on = 1" * 5}),
     (check_docstrings, "Model.forward, found 15 lines",
-     {"class Model:": 'class Model:\n    """All."""\n', METHOD: "        # Why.\n        x = 1\n" * 5 + METHOD}),
+     {"class Model:": 'class Model:\n    """A."""\n', METHOD: "        # Y.\n        x = 1\n" * 5 + METHOD}),
 ]
 
 ACCEPTED = {   # sensible code of which a coarser rule would complain
@@ -1167,7 +1172,8 @@ ACCEPTED = {   # sensible code of which a coarser rule would complain
     "prose that parses": {MAIN_BODY: MAIN_BODY + "    # if needed:\n    # with care:\n    # x\n"},
     "a formula set in": {MAIN_BODY: MAIN_BODY + "    # The sum:\n    #   x = y + z\n"},
     "a formula in the margin": {"by (1), see [1]": "p = p * (1 - lr)"},
-    "a trap": {MAIN_BODY: MAIN_BODY + "    # Trap: x = y aliases\n    # Trap: keep(this) first\n"},
+    "a trap": {MAIN_BODY: MAIN_BODY + "    # Trap: x = y\n    # Trap: keep(this) first\n    # width: wide\n"},
+    "a type in the margin": {"by (1), see [1]": "lr: float = 1"},
     "no longer than": {"see [1]": "no longer than 2"},
     "a local name that a later section defines": {"*, scale):": "*, scale, train):\n        train()"},
     "a local name that is a module's": {"*, scale):": "*, scale, time):\n        time.tick()"},
@@ -1178,9 +1184,26 @@ ACCEPTED = {   # sensible code of which a coarser rule would complain
     "a storage moved": {STEP: "    p.data = g\n" + STEP},
     "an environment name in a constant": {'os.environ.get("WORLD_SIZE", 1)': "os.environ[NAME]",
                                           "class Comm:": 'NAME = "RANK"\n\n\nclass Comm:'},
+    "an environment variable set": {"self.world = int(": "os.environ['A'] = 'b'\n        self.world = int("},
+    "a file opened to write in section 2": {"        print(f": "        open('x', 'x')\n        print(f"},
+    "a file opened in section 8": {'open(path, "rb")': "open(path, buffering=0)"},
     "recursion": {"def main():\n": "def main():\n    main()\n"},
+    "a long train and a long kernel": {'once."""\n': 'once."""\n' + PADDING * 38,
+                                       "    if MASKED": PADDING * 28 + "    if MASKED"},
+    "six parameters and a context": {"def line(self, text": "def line(ctx, text, b, c, d, e, f"},
+    "a long function in a function": {MAIN_BODY: '    """Run."""\n\n    def inner():\n'
+                                                 + textwrap.indent(PADDING, "    ") * 4 + MAIN_BODY},
+    "registries and types": {MODULE: MODULE + "FAST |= dict(a=3)\nLIMIT: int = 3\nNAMES = 'a b'.split()\n",
+                             "class Model:": "class Model:\n    WIDTH = 3\n", "ImportE": "ModuleNotFoundE"},
     "a call inside a lambda": {MODULE: MODULE + "LATER = lambda: os.getcwd()\n"},
-    "a unit vector": {METHOD: METHOD.replace("3)", "-1)[0, -1]\n")},
+    "a world that is not compared with 1": {STEP: "    p = p if p.dim() > 1 else p / comm.world\n" + STEP},
+    "shapes and order": {METHOD: "        if i > 1 or x.shape[0] == 1 or len(x.shape) == 2:\n"
+                                 "            x = x[0, -1]\n" + METHOD},
+    "a plain number outside of section 6": {STEP: "    if lr == 0:\n        lr = g[0]\n" + STEP},
+    "a name that is torch's": {METHOD: "        x.data = self.data\n        x(data=x)\n" + METHOD},
+    "a GEMM's letters": {"y_ptr, N, stride": "y_ptr, N, M, K"},
+    "conditions that are no flags": {"    if MASKED:": "    if MASKED and stride and first:"},
+    "something launched outside of section 4": {STEP: "    p[g](lr)\n" + STEP},
     "Greek in a docstring": {"Train once.": "\u03b8 \u2264 \u221a\u03c3\u00b2 \u2192 \u00d7 \u2212 \u00b7"},
 }
 
@@ -1222,6 +1245,43 @@ def test_planted_fault_is_found_by_its_rule_alone(rule, says, edits):
 def test_every_rule_can_fail():
     """There is a planted fault for each rule."""
     assert {rule for rule, _, _ in FAULTS} == set(RULES)
+
+
+def test_findings_name_their_line():
+    """The number of a finding is that of the line where the found text stands."""
+    for rule, _, edits in FAULTS:
+        if rule in (check_environment, check_history, check_markers, check_names, check_topology):
+            src = planted({"import functools\n": "# One.\n\n# Two.\nimport functools\n", **edits})
+            n, found = re.match(r"line (\d+): .*, found (.*), wanted", rule(src)[0]).groups()
+            assert found.strip("'").split()[0] in src.splitlines()[int(n) - 1]
+
+
+def test_scopes_are_told_apart():
+    """Names in CAPITALS, and they alone, are read from module level."""
+    src = """
+        @DECORATOR
+        def f(a, *b, c=DEFAULT, **d) -> RESULT:
+            global WRITTEN
+            WRITTEN = 1
+            import e.x, g as h
+            from i import j
+            class k(BASE):
+                x = FIELD
+                y = x
+                def x_of(self): return self.x, VALUE, k
+            def l(m): return l(a, m), OUTER
+            with a as n, b as (o, *p): del o
+            try: q = (r := 1)
+            except ERROR as s: raise s
+            match a:
+                case {"t": t, **u}: return t, u
+                case [v, *w]: return v, w
+            for x in [y for y in b for z in y if z]: print(x)
+            return [WRITTEN, h, j, k, n, p, q, lambda a, b=LATER: a + b + c.LOCAL + d, {x: y for x, y in b}]
+    """
+    src = textwrap.dedent(src)
+    names = {dotted(node).split(".")[0] for node in global_reads(ast.parse(src))} - {"print"}
+    assert names == set(re.findall(r"\b(?<!\.)[A-Z]{2,}\b", src))
 
 
 def test_budgets_are_noted():

@@ -1,0 +1,58 @@
+"""Section 1: the command line, presets, and what is refused before anything starts."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+
+def refusal(tg, *words):
+    with pytest.raises(tg.Refusal) as caught:
+        tg.parse(words)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["record", "solo", "tiny"])
+def test_every_preset_parses_and_passes_its_own_checks(tg, name):
+    cfg = tg.parse([name])
+    assert cfg == tg.PRESETS[name] and cfg.preset == name
+
+
+def test_no_words_mean_the_record(tg):
+    assert tg.parse([]) == tg.RECORD and tg.parse(["seed=7"]).seed == 7
+
+
+def test_values_take_the_type_of_their_field(tg):
+    cfg = tg.parse(["tiny", "repeat=True", "muon_lr=3e-2", "stop=5", "train_files=a=b*.bin"])
+    assert (cfg.repeat, cfg.muon_lr, cfg.stop, cfg.train_files) == (True, 0.03, 5, "a=b*.bin")
+
+
+@pytest.mark.parametrize("words, parts", [
+    (["tinny"], ["'tinny'", "Did you mean 'tiny'?", "record, solo, tiny"]),
+    (["tiny", "sead=3"], ["'sead=3'", "Did you mean 'seed'?"]),
+    (["tiny", "seed"], ["'seed'", "want key=value"]),
+    (["stop=3.5"], ["stop=3.5", "want an integer"]),
+    (["muon_lr=fast"], ["muon_lr=fast", "want a number", "0.023"]),
+    (["repeat=yes"], ["repeat=yes", "true or false"]),
+    (["stages=1"], ["no setting of that name"]),
+    (["stop=-1"], ["stop=-1", "at least 0"]),
+    (["val_seq=0"], ["val_seq=0", "at least 1"]),
+    (["tiny", "val_tokens=4100"], ["4100", "2048", "val_tokens=4096"]),
+    (["tiny", "d_head=32"], ["d_head=32", "d_model=96"]),
+    (["dtype=fp16"], ["dtype=fp16", "fp32 or bf16"]),
+    (["n_sched=1060"], ["1132 steps", "2 mod 4", "1058 or 1062"]),
+])
+def test_what_cannot_work_is_refused_with_the_value_and_what_to_do(tg, words, parts):
+    message = refusal(tg, *words)
+    assert all(part in message for part in parts), message
+
+
+def test_a_config_cannot_be_changed(tg):
+    with pytest.raises(FrozenInstanceError):
+        tg.RECORD.seed = 2
+
+
+def test_every_setting_has_a_value_that_the_command_line_can_give_back(tg):
+    for field in fields(tg.Config):
+        value = getattr(tg.RECORD, field.name)
+        if field.name not in ("preset", "stages"):
+            assert getattr(tg.parse([f"{field.name}={value}"]), field.name) == value

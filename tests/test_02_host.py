@@ -1,0 +1,157 @@
+"""Section 2: the launcher's variables, collectives, log and clock."""
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from conftest import ROOT, run
+
+
+def set_env(monkeypatch, tg, **values):
+    for name in tg.LAUNCH_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_torchrun_there_is_one_rank(tg, monkeypatch):
+    set_env(monkeypatch, tg)
+    assert tg.launch_env() == (0, 0, 1)
+    set_env(monkeypatch, tg, MASTER_ADDR="somewhere")    # left behind by a cluster, means nothing alone
+    assert tg.launch_env() == (0, 0, 1)
+
+
+def test_with_torchrun_its_numbers_hold(tg, monkeypatch):
+    set_env(monkeypatch, tg, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="a", MASTER_PORT="1")
+    assert tg.launch_env() == (5, 1, 8)
+
+
+@pytest.mark.parametrize("present", [("RANK",), ("WORLD_SIZE",), ("RANK", "LOCAL_RANK", "WORLD_SIZE")])
+def test_a_half_set_environment_is_refused_naming_both_halves(tg, monkeypatch, present):
+    set_env(monkeypatch, tg, **{name: "0" for name in present})
+    with pytest.raises(tg.Refusal) as caught:
+        tg.launch_env()
+    said, missing = str(caught.value).split(" but not ")
+    assert all(name in said for name in present)
+    assert all(name in missing for name in tg.LAUNCH_NAMES if name not in present)
+
+
+RANKS = """
+import sys, torch
+sys.path.insert(0, {root!r})
+import train_gpt as tg
+rank, local, world = tg.launch_env()
+comm = tg.Comm(tg.PRESETS["tiny"], rank, local, world)
+
+def numbers(r):
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(r), dtype=torch.float64)
+
+# the four micro-batches of a step, spread over the ranks and summed locally first
+x = sum(numbers(m) for m in range(rank * 4 // world, (rank + 1) * 4 // world))
+total = sum(numbers(m) for m in range(4))
+y = x.clone()
+pending = comm.all_reduce(y)
+assert world == 1 or torch.equal(y, x), "a collective on the CPU starts at wait()"
+pending.wait()
+torch.testing.assert_close(y, total)
+y = x.clone()
+pending, part = comm.reduce_scatter(y)
+pending.wait()
+torch.testing.assert_close(part, total.chunk(world)[rank])
+for dtype in (torch.float32, torch.bfloat16, torch.int64):
+    z = torch.zeros(8, 2, dtype=dtype)
+    z.chunk(world)[rank].fill_(rank + 1)
+    comm.all_gather(z).wait()
+    assert z[:, 0].tolist() == [1 + i * world // 8 for i in range(8)]
+assert comm.collect({{"rank": rank}}) == [{{"rank": r}} for r in range(world)]
+clock = tg.Clock(comm)
+clock.start()
+tg.time.sleep(0.2 + 0.1 * rank)
+clock.stop()
+longest, spread = clock.over_ranks()
+slowest = 0.2 + 0.1 * (world - 1)
+assert slowest <= longest < slowest + 0.15 and spread < 0.02, (longest, spread)
+comm.meet()
+comm.close()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_collectives_and_clock_say_the_same_on_every_world_size(tmp_path, ranks):
+    """Sums, slices and gathers; the clock stops for all when the slowest rank has finished."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(root=str(ROOT)))
+    out = run([], ranks, cwd=tmp_path, script=script)
+    assert out.returncode == 0, out.stderr
+
+
+def test_clock_leaves_pauses_out(tg, one_rank):
+    clock = tg.Clock(one_rank)
+    for _ in range(2):
+        clock.start()
+        time.sleep(0.05)
+        clock.stop()
+        time.sleep(0.2)
+    assert 0.1 <= clock.total < 0.18 and clock.now() == clock.total
+
+
+def log_of(tg, one_rank, tmp_path):
+    return tg.Log(replace(tg.PRESETS["tiny"], log_dir=str(tmp_path / "logs")), one_rank)
+
+
+def test_log_stays_in_memory_until_it_is_flushed(tg, one_rank, tmp_path, capsys):
+    log = log_of(tg, one_rank, tmp_path)
+    log.line("one: 1")
+    assert open(log.path).read() == "" and capsys.readouterr().out == "one: 1\n"
+    log.flush()
+    log.end("ok")
+    assert open(log.path).read() == "one: 1\nend: ok\n"
+
+
+def test_frequent_lines_are_all_in_the_log_and_few_on_the_terminal(tg, one_rank, tmp_path, capsys):
+    log = log_of(tg, one_rank, tmp_path)
+    for i in range(50):
+        log.line(f"step {i}", often=True)
+    log.flush()
+    assert len(open(log.path).readlines()) == 50 and len(capsys.readouterr().out.splitlines()) <= 2
+
+
+def test_every_run_has_a_log_of_its_own(tg, one_rank, tmp_path):
+    """Two runs of one preset and seed in one second: two files, named as documented."""
+    paths = {log_of(tg, one_rank, tmp_path).path for _ in range(2)}
+    assert len(paths) == 2
+    assert all(re.search(r"/\d{8}-\d{6}_tiny_seed1\.log$", path) for path in paths)
+
+
+def test_only_one_end_line_is_appended_in_place_of_rank_0(tg, one_rank, tmp_path):
+    log = log_of(tg, one_rank, tmp_path)
+    log.line("one: 1")
+    log.flush()
+    log.end_for_rank_0("FAILED rank 0: gone")
+    log.end_for_rank_0("FAILED rank 0: gone, says rank 2")
+    assert open(log.path).read() == "one: 1\nend: FAILED rank 0: gone\n"
+
+
+def test_process_age_grows_with_the_clock(tg):
+    before, start = tg.process_age_s(), time.perf_counter()
+    time.sleep(0.1)
+    assert tg.process_age_s() - before == pytest.approx(time.perf_counter() - start, abs=0.05) and before > 0
+
+
+def test_pending_waits_once_it_was_started(tg):
+    """Deferred work starts at wait(), other work at once."""
+    calls = []
+
+    class Work:
+        def wait(self):
+            calls.append("wait")
+
+    def start():
+        calls.append("start")
+        return Work()
+    tg.Pending(start, deferred=False).wait()
+    pending = tg.Pending(start, deferred=True)
+    assert calls == ["start", "wait"]
+    pending.wait()
+    assert calls == ["start", "wait"] * 2

@@ -1,0 +1,213 @@
+"""Section 7: polar factor, Muon, Adam, and the sharded optimizer as a whole."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import run
+
+
+def rand(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 96), (2, 96, 96), (2, 352, 96), (1, 1, 8)])
+def test_polar_keeps_singular_vectors_and_brings_values_near_one(tg, shape):
+    g = rand(0, *shape).double()
+    U, S, Vt = torch.linalg.svd(g, full_matrices=False)
+    got = torch.diagonal(U.mT @ tg.polar(g) @ Vt.mT, dim1=1, dim2=2)
+    well = S > 0.003 * 1.03 * g.norm(dim=(1, 2))[:, None]
+    assert ((got[well] > 0.85) & (got[well] < 1.15)).all()
+    rest = tg.polar(g) - U @ torch.diag_embed(got) @ Vt
+    assert rest.abs().max() < 1e-10
+
+
+def test_polar_follows_the_scalar_map(tg):
+    """The map of a singular value as published for five rounds: 0.01 -> 1.03, 0.1 -> 1.06, 0.3 -> 0.98."""
+    for s, want in ((1e-3, .86), (.01, 1.03), (.1, 1.06), (.3, .98), (.6, .87), (.98, .98)):
+        x = s
+        for a, b, c in tg.POLAR_STEPS:
+            x = x * (a + b * x**2 + c * x**4)
+        assert x == pytest.approx(want, abs=.011)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e30])
+def test_polar_of_zero_tiny_and_huge_is_finite(tg, size):
+    u = tg.polar(size * rand(0, 2, 16, 48).clamp(-1, 1))
+    assert u.isfinite().all() and (size > 0 or not u.any())
+
+
+def test_first_muon_step_is_semi_orthogonal_and_decay_is_cautious(tg):
+    p, g, m = rand(0, 2, 16, 40), rand(1, 2, 16, 40), torch.zeros(2, 16, 40)
+    before = p.clone()
+    tg.muon_step(p, g, m, lr=0.1, mu=0.9, wd=0.0, dtype=torch.float32)
+    u = (before - p) / 0.1
+    S = torch.linalg.svdvals(u)
+    assert S.min() > 0.8 and S.max() < 1.2
+    torch.testing.assert_close(m, 0.1 * g)
+    q = before.clone()
+    tg.muon_step(q, g, torch.zeros_like(m), lr=0.1, mu=0.9, wd=0.5, dtype=torch.float32)
+    agrees = (u * before >= 0)
+    torch.testing.assert_close(q, p - 0.1 * 0.5 * before * agrees, rtol=0, atol=1e-6)
+    assert 0 < agrees.float().mean() < 1
+
+
+def test_muon_momentum_is_nesterov(tg):
+    """Two steps against the recurrence written out."""
+    p, m, gs, mu = torch.zeros(1, 8, 8), torch.zeros(1, 8, 8), [rand(i, 1, 8, 8) for i in (3, 4)], 0.8
+    for g in gs:
+        tg.muon_step(p, g, m, lr=1.0, mu=mu, wd=0.0, dtype=torch.float32)
+    m1 = 0.2 * gs[0]
+    m2 = 0.8 * m1 + 0.2 * gs[1]
+    want = -tg.polar(0.2 * gs[0] + 0.8 * m1) - tg.polar(0.2 * gs[1] + 0.8 * m2)
+    torch.testing.assert_close(p, want, rtol=0, atol=1e-4)     # polar multiplies rounding by up to a thousand
+
+
+def test_zero_gradient_moves_nothing_but_decay(tg):
+    p = rand(0, 1, 8, 8)
+    q = p.clone()
+    tg.muon_step(q, torch.zeros_like(p), torch.zeros_like(p), lr=0.1, mu=0.9, wd=0.5, dtype=torch.float32)
+    torch.testing.assert_close(q, p * 0.95)
+    tg.adam_step(q := p.clone(), torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p),
+                 lr=0.1, betas=(.9, .99), wd=.5, eps=1e-10, count=1)
+    assert torch.equal(q, p)
+
+
+def test_adam_equals_torch_adam(tg):
+    """Ten steps; torch adds eps after the bias correction, which at 1e-10 is no difference."""
+    p = rand(0, 50)
+    ref = p.clone().requires_grad_()
+    m, m2, adam = torch.zeros(50), torch.zeros(50), torch.optim.Adam([ref], lr=0.01, betas=(0.8, 0.95), eps=1e-10)
+    for count in range(1, 11):
+        ref.grad = rand(count, 50)
+        adam.step()
+        tg.adam_step(p, ref.grad, m, m2, lr=0.01, betas=(0.8, 0.95), wd=0.0, eps=1e-10, count=count)
+    torch.testing.assert_close(p, ref.data, rtol=1e-5, atol=1e-6)
+
+
+def test_adam_decay_acts_only_where_it_agrees_and_with_lr_squared(tg):
+    p, g = rand(0, 200), rand(1, 200)
+    runs = []
+    for wd in (0.0, 3.0):
+        q = p.clone()
+        tg.adam_step(q, g, torch.zeros(200), torch.zeros(200), lr=0.1, betas=(.5, .9), wd=wd, eps=1e-10, count=1)
+        runs.append(q)
+    update = p - runs[0]
+    torch.testing.assert_close(runs[1], runs[0] - (update * p > 0) * 0.01 * 3.0 * p)
+
+
+def optimizer_of(tg, comm, model, cfg):
+    return tg.Optimizer(tg.param_table(model, cfg), comm, n_micro=cfg.n_micro, muon_lr=cfg.muon_lr,
+                        muon_wd=cfg.muon_wd, adam_lr=cfg.adam_lr, adam_wd=cfg.adam_wd, adam_eps=cfg.adam_eps)
+
+
+def small_model(tg, **changes):
+    cfg = replace(tg.PRESETS["tiny"], d_model=24, d_head=4, d_mlp=40, **changes)
+    return cfg, tg.Model(cfg, torch.device("cpu"))
+
+
+def set_gradients(model, seed):
+    for i, p in enumerate(model.parameters()):
+        p.grad.add_(rand(100 * seed + i, *p.shape).to(p.dtype))
+
+
+def test_adam_parameters_step_on_odd_steps_with_the_sum_of_two_gradients(tg, one_rank):
+    """Step 0 leaves them alone, step 1 equals one Adam step on the mean over micro-batches of the sum."""
+    cfg, model = small_model(tg)
+    opt = optimizer_of(tg, one_rank, model, cfg)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    set_gradients(model, 1)
+    opt.step(0, 1.0, 0.9)
+    tables = ("w_embed", "w_head", "w_value", "mix_x", "mix_x0", "gate_value")
+    assert all(torch.equal(getattr(model, name), start[name]) for name in tables)
+    assert all(not torch.equal(getattr(model, name), start[name]) for name in ("qk", "vo", "mlp"))
+    set_gradients(model, 2)
+    total = {name: getattr(model, name).grad.clone() for name in tables}
+    opt.step(1, 1.0, 0.9)
+    for row in tg.param_table(model, cfg):
+        if row.name in tables:
+            p = start[row.name].clone()
+            tg.adam_step(p, total[row.name] / 8, torch.zeros_like(p), torch.zeros_like(p), lr=0.008 * row.lr_mul,
+                         betas=row.betas, wd=0.005 * row.wd_mul, eps=1e-10, count=1)
+            torch.testing.assert_close(getattr(model, row.name).data, p)
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+def test_padding_matrices_never_move(tg, one_rank):
+    cfg, model = small_model(tg)
+    opt = optimizer_of(tg, one_rank, model, cfg)
+    for step in range(4):
+        for bank in (model.qk, model.vo, model.mlp):
+            bank.grad[:22] = rand(step, *bank[:22].shape)
+        opt.step(step, 1.0, 0.9)
+    assert not model.vo[22:].any() and not model.mlp[22:].any() and not model.qk[66:].any()
+
+
+def test_weights_and_gradients_keep_their_addresses(tg, one_rank):
+    cfg, model = small_model(tg)
+    opt = optimizer_of(tg, one_rank, model, cfg)
+    places = [(p.data_ptr(), p.grad.data_ptr()) for p in model.parameters()]
+    for step in range(2):
+        set_gradients(model, step)
+        opt.step(step, 1.0, 0.9)
+    assert places == [(p.data_ptr(), p.grad.data_ptr()) for p in model.parameters()]
+
+
+def test_bf16_banks_follow_their_fp32_twins(tg, one_rank):
+    """Masters kept as bf16 + int16 move like fp32 weights: 20 small steps that bf16 alone would lose."""
+    cfg, exact = small_model(tg)
+    low = copy.deepcopy(exact)
+    low.qk.data = low.qk.data.bfloat16()
+    exact.qk.data = low.qk.data.float()
+    opts = [optimizer_of(tg, one_rank, model, cfg) for model in (exact, low)]
+    start = exact.qk.detach().clone()
+    for step in range(20):
+        for model, opt in zip((exact, low), opts):
+            model.qk.grad.copy_(torch.ones_like(start))
+            opt.step(2 * step, 1e-3, 0.9)
+    moved = (exact.qk - start).norm()
+    master = tg.join_master(low.qk.data, opts[1].state["qk"]["lo"])
+    assert (master - exact.qk).norm() < 0.02 * moved
+    assert (low.qk.float() - exact.qk).abs().max() <= exact.qk.abs().max() * 2**-8
+
+
+RANKS = """
+import sys, torch
+sys.path.insert(0, {root!r})
+import train_gpt as tg
+from dataclasses import replace
+rank, local, world = tg.launch_env()
+cfg = replace(tg.PRESETS["tiny"], d_model=24, d_head=4, d_mlp=40)
+comm = tg.Comm(cfg, rank, local, world)
+model = tg.Model(cfg, comm.device)
+opt = tg.Optimizer(tg.param_table(model, cfg), comm, n_micro=8, muon_lr=.02, muon_wd=1., adam_lr=.01, adam_wd=.1,
+                   adam_eps=1e-10)
+for step in range(4):
+    for m in range(rank * 8 // world, (rank + 1) * 8 // world):
+        for i, p in enumerate(model.parameters()):
+            mean = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+            noise = torch.rand(p.shape, generator=torch.Generator().manual_seed(1000 * step + 100 * m + i))
+            p.grad.add_(mean * (0.5 + noise))   # no cancellation: Adam would turn its rounding into a full step
+    opt.step(step, 1.0, 0.9)
+sums = [p.double().sum().item() for p in model.parameters()]
+assert all(s == sums for s in comm.collect(sums)), "ranks disagree"
+if rank == 0:
+    torch.save([p.data for p in model.parameters()], sys.argv[1])
+comm.close()
+"""
+
+
+def test_one_two_and_four_ranks_make_the_same_step(tg, tmp_path):
+    """The same micro-batch gradients spread over 1, 2 and 4 gloo ranks: weights equal to 1e-6 relative."""
+    from conftest import ROOT
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(root=str(ROOT)))
+    weights = []
+    for ranks in (1, 2, 4):
+        out = run([tmp_path / f"{ranks}.pt"], ranks, cwd=tmp_path, script=script)
+        assert out.returncode == 0, out.stderr
+        weights.append(torch.load(tmp_path / f"{ranks}.pt"))
+    for other in weights[1:]:
+        for a, b in zip(weights[0], other):
+            assert (a - b).norm() <= 1e-6 * a.norm()

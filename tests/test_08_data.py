@@ -1,0 +1,243 @@
+"""Section 8: documents, packing, shards, validation streams, and the worker."""
+
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import docs, shard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def test_packing_example(tg):
+    """Documents at 0, 5, 12, 14, 30 of 40 tokens, T = 8, at most 6 tokens each: worked out by hand."""
+    start, stop = np.array([0, 5, 12, 14, 30]), np.array([5, 12, 14, 30, 40])
+    begins, lengths, after = tg.pack(start, stop, 0, 8, 6)
+    assert (begins.tolist(), lengths.tolist(), after) == ([0, 5], [5, 4], 2)
+    begins, lengths, after = tg.pack(start, stop, 2, 8, 6)
+    assert (begins.tolist(), lengths.tolist(), after) == ([12, 14, 30], [2, 6, 1], 5)
+    assert tg.pack(start, stop, 5, 8, 6) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(1, 100), st.integers(1, 20),
+       st.integers(0, 5))
+def test_packing_properties(sizes, n_tokens, max_doc, first):
+    """Spans hold exactly n_tokens + 1 tokens, each begins where a document does and stays inside max_doc."""
+    import train_gpt as tg
+    stop = np.cumsum(sizes)
+    start = stop - sizes
+    spans = tg.pack(start, stop, first, n_tokens, max_doc)
+    room = sum(min(n, max_doc) for n in sizes[first:])
+    if room < n_tokens + 1:
+        assert spans is None
+        return
+    begins, lengths, after = spans
+    assert lengths.sum() == n_tokens + 1 and lengths.min() >= 1
+    assert begins.tolist() == start[first:after].tolist()
+    assert lengths[:-1].tolist() == [min(n, max_doc) for n in sizes[first:after - 1]]
+    assert lengths[-1] <= min(sizes[after - 1], max_doc)
+
+
+def corpus_of(tg, tmp_path, pieces, repeat=False):
+    paths = [str(shard(tmp_path / f"train_{i:06d}.bin", np.array(p, np.uint16))) for i, p in enumerate(pieces)]
+    return tg.Corpus(paths, repeat)
+
+
+def all_documents(corpus):
+    while corpus.find_more():
+        pass
+    return [corpus.read(np.array([a]), np.array([b - a])).tolist() for a, b in zip(corpus.start, corpus.stop)]
+
+
+B = 50256
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 100])
+def test_files_are_one_list_of_documents(tg, tmp_path, monkeypatch, piece):
+    """Headless pieces are skipped, a document ends with its file, empty files are nothing; however it is searched."""
+    monkeypatch.setattr(tg, "INDEX_TOKENS", piece)
+    corpus = corpus_of(tg, tmp_path, [[B, 1, 2, B, 3], [], [7, 7, B, 4, 5, B], [9], [B, 6]])
+    assert all_documents(corpus) == [[B, 1, 2], [B, 3], [B, 4, 5], [B], [B, 6]]
+
+
+def test_a_micro_batch_may_span_two_files(tg, tmp_path):
+    corpus = corpus_of(tg, tmp_path, [[B, 1, 2, 3], [8, B, 4, 5, 6, B, 7]])
+    assert corpus.read(*corpus.take(6, 100)).tolist() == [B, 1, 2, 3, B, 4, 5]
+    with pytest.raises(tg.RunFailed, match="at an end"):
+        corpus.take(6, 100)
+
+
+def test_repeat_starts_over_and_counts_epochs(tg, tmp_path):
+    corpus = corpus_of(tg, tmp_path, [[B, 1, B, 2, 3]], repeat=True)
+    seen, epochs = [], []
+    for _ in range(4):
+        seen += corpus.read(*corpus.take(2, 100)).tolist()
+        epochs.append(corpus.epoch)
+    assert seen == [B, 1, B] + [B, 1, B] * 3 and epochs == [1, 2, 3, 4]
+
+
+def test_an_id_outside_the_vocabulary_is_named_when_its_batch_is_read(tg, tmp_path):
+    corpus = corpus_of(tg, tmp_path, [[B, 1, 50257, 3]])
+    with pytest.raises(tg.Refusal, match="train_000000.bin: id 50257 at token 2"):
+        corpus.read(*corpus.take(3, 10))
+
+
+def test_a_shard_of_more_than_2_gib_is_read_to_its_end(tg, tmp_path):
+    """1.2 billion tokens, nearly all of them a hole in the file; the last document lies beyond 2 GiB."""
+    path, n = tmp_path / "train_000001.bin", 1_200_000_000
+    shard(path, np.array([B, 1, 2], np.uint16), claim=n)
+    with open(path, "r+b") as f:
+        f.truncate(1024 + 2 * n)
+        f.seek(1024 + 2 * (n - 4))
+        f.write(np.array([B, 11, 12, 13], "<u2").tobytes())
+    corpus = tg.Corpus([str(path)], False)
+    corpus.looked = n - 1000                     # the search itself is the same everywhere
+    assert all_documents(corpus) == [[B, 11, 12, 13]]
+    assert corpus.start[0] == n - 4
+
+
+def test_doc_starts(tg):
+    tokens = np.array([5, 6, B, 7, B, B, 8])
+    assert tg.doc_starts(tokens).tolist() == [0, 0, 2, 2, 4, 5, 5] and tg.doc_starts(tokens).dtype == np.int32
+
+
+def config(tg, tmp_path, **changes):
+    return replace(tg.PRESETS["tiny"], train_files=str(tmp_path / "train_*.bin"),
+                   val_files=str(tmp_path / "val_*.bin"), **changes)
+
+
+class Rank:
+    """Stands for Comm where no collective is needed."""
+    device = torch.device("cpu")
+
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_validation_streams_cover_the_tokens_once(tg, tmp_path, world):
+    """Over two files, whose border lies inside a stream; targets are the next tokens."""
+    tokens = docs(900, 70, 0)
+    shard(tmp_path / "val_000000.bin", tokens[:333]), shard(tmp_path / "val_000001.bin", tokens[333:])
+    cfg = config(tg, tmp_path, val_tokens=800, val_seq=100)
+    found = {}
+    for rank in range(world):
+        for i, stream in zip(range(rank, 8, world), tg.read_validation(cfg, Rank(rank, world))):
+            found[i] = stream
+    assert sorted(found) == list(range(8))
+    for i, (inputs, targets, doc_start) in found.items():
+        want = tokens[100 * i:100 * i + 101].astype(int)
+        assert inputs.tolist() == want[:-1].tolist() and targets.tolist() == want[1:].tolist()
+        assert doc_start.tolist() == tg.doc_starts(want[:-1]).tolist()
+    assert (inputs.dtype, targets.dtype, doc_start.dtype) == (torch.int32, torch.int64, torch.int32)
+
+
+PLAN = [(96, 60), (96, 60), (128, 200), (64, 30)] * 3
+
+
+def batches(tg, cfg, rank, world, between=lambda loader: None):
+    """{(step, m): (tokens, targets, doc_start)} of one rank, and the loader."""
+    loader = tg.Loader(cfg, Rank(rank, world), PLAN)
+    loader.resume()
+    seen = {}
+    for step in range(len(PLAN)):
+        for m, micro in zip(loader.mine, loader.next()):
+            seen[step, m] = tuple(x.tolist() for x in micro)
+        between(loader)
+    return seen, loader
+
+
+def test_micro_batches_do_not_depend_on_the_world_size(tg, tmp_path):
+    shard(tmp_path / "train_000001.bin", docs(6000, 45, 1)), shard(tmp_path / "train_000002.bin", docs(30_000, 77, 2))
+    cfg = config(tg, tmp_path)
+    alone, loader = batches(tg, cfg, 0, 1)
+    crcs = [crc for by_step in loader.crcs for crc in by_step]
+    assert len(alone) == 8 * len(PLAN) and len(set(crcs)) == len(crcs)
+    for world in (2, 4, 8):
+        spread = {}
+        for rank in range(world):
+            spread |= batches(tg, cfg, rank, world)[0]
+        assert spread == alone
+    for (step, _), (tokens, targets, doc_start) in alone.items():
+        T, cap = PLAN[step]
+        assert len(tokens) == T and tokens[0] == B and targets[:-1] == tokens[1:]
+        assert all(tokens[s] == B for s in doc_start) and max(t - s for t, s in enumerate(doc_start)) < cap
+
+
+def test_slow_consumers_and_pauses_change_nothing(tg, tmp_path):
+    """Neither a late consumer nor a pause after every step changes a batch; a pause stops the preparing."""
+    shard(tmp_path / "train_000001.bin", docs(20_000, 45, 1))
+    cfg = config(tg, tmp_path)
+    alone, _ = batches(tg, cfg, 0, 1)
+
+    def pause(loader):
+        loader.pause()
+        ready = loader.ready.qsize()
+        time.sleep(0.05)
+        assert loader.ready.qsize() == ready
+        loader.resume()
+    assert batches(tg, cfg, 0, 1, pause)[0] == alone
+
+
+def test_nothing_is_prepared_before_the_clock_runs(tg, tmp_path):
+    shard(tmp_path / "train_000001.bin", docs(20_000, 45, 1))
+    loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), PLAN)
+    time.sleep(0.2)
+    assert loader.ready.qsize() == 0 and loader.corpus.looked == 0
+    loader.resume()
+    loader.next()
+
+
+def test_an_error_of_the_worker_is_raised_by_its_consumer(tg, tmp_path):
+    shard(tmp_path / "train_000001.bin", docs(1000, 45, 1))
+    loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), PLAN)
+    loader.resume()
+    with pytest.raises(tg.RunFailed, match="at an end"):
+        for _ in PLAN:
+            loader.next()
+
+
+def test_a_host_slot_is_not_filled_again_before_its_copy_has_run(tg, tmp_path, monkeypatch):
+    """With copies that the test finishes by hand, the worker stops after filling every slot once."""
+    shard(tmp_path / "train_000001.bin", docs(20_000, 45, 1))
+    work = tg.Loader._work
+    monkeypatch.setattr(tg.Loader, "_work", lambda self: None)
+    loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), PLAN)
+
+    class Copy:
+        done, recorded = threading.Event(), False
+
+        def record(self):
+            self.recorded = True
+
+        def synchronize(self):
+            assert not self.recorded or self.done.wait(10)
+    loader.free.queue.clear()
+    for i in range(tg.N_SLOTS):
+        loader.free.put((i, Copy()))
+    threading.Thread(target=work, args=(loader,), daemon=True).start()
+    loader.resume()
+    loader.next()
+    for _ in range(500):
+        if loader.ready.qsize() == tg.N_SLOTS - 1:
+            break
+        time.sleep(0.01)
+    first = [x.clone() for x in loader.slots[0]]
+    time.sleep(0.2)
+    assert loader.ready.qsize() == tg.N_SLOTS - 1
+    assert all(torch.equal(a, b) for a, b in zip(first, loader.slots[0]))
+    Copy.done.set()
+    loader.next(), loader.next(), loader.next()
+    assert not all(torch.equal(a, b) for a, b in zip(first, loader.slots[0]))
+
+
+def test_unigram_loss_equals_its_definition(tg, tmp_path):
+    train, val = docs(500, 9, 0) % 40, docs(101, 9, 1) % 40
+    shard(tmp_path / "train_000001.bin", train), shard(tmp_path / "val_000000.bin", val)
+    cfg = config(tg, tmp_path, val_tokens=100, val_seq=100)
+    p = [(np.sum(train == y) + 1) / (500 + 50257) for y in val[1:]]
+    assert tg.unigram_loss(cfg) == pytest.approx(-np.mean(np.log(p)))

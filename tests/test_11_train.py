@@ -1,0 +1,90 @@
+"""Section 11: whole runs of `tiny`, started as a user starts them."""
+
+import math
+import re
+
+import pytest
+import torch
+from conftest import losses, read_log, run
+
+STOP = 6
+GOLDEN = [10.826101, 10.813328, 10.567781, 10.437981, 9.907097, 9.704063]   # losses of the first steps, seed 1
+FORMS = [
+    r"(script|data_hash): [0-9a-f]{64}", r"git: \S+", r"preset: tiny", r"(seed|world|steps|tokens|epochs): \d+",
+    r"(host|software): .+", r"config: \{.+\}", r"parameters: [\d,]+", r"train_tokens: [\d,]+ usable",
+    r"phase: .+ \d+\.\d s", r"stage \d \| until step \d+ \| .+", r"val_(loss|unigram): \d+\.\d{6}",
+    r"step +\d+/42 \| tokens +[\d,]+ \| loss +\d+\.\d{6} \| time +\d+\.\d{3} s \| +\d+\.\d\d ms/step",
+    r"val +\d+/42 \| loss +\d+\.\d{6} \| time +\d+\.\d{3} s", r"batch +\d+( \||( [0-9a-f]{8}))+", r"---",
+    r"train_s(_spread)?: \d+\.\d+", r"ms_per_step: \d+\.\d\d", r"peak_gpu_mib: (\d+|n/a)", r"saved: .+", r"end: ok",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Logs and weights of `tiny stop=6`, each distinct run made once."""
+    done = {}
+
+    def get(ranks, *more):
+        if (ranks, more) not in done:
+            folder = tmp_path_factory.mktemp("run")
+            out = run(["tiny", f"stop={STOP}", f"log_dir={folder}", f"save={folder}/weights.pt", "hashes=true", *more],
+                      ranks, timeout=400)
+            assert out.returncode == 0, out.stderr[-3000:]
+            lines, footer = read_log(folder)
+            done[ranks, more] = lines, footer, torch.load(folder / "weights.pt", weights_only=True)["weights"]
+        return done[ranks, more]
+    return get
+
+
+def test_first_losses_are_the_known_ones(runs):
+    lines, _, _ = runs(1)
+    assert losses(lines) == pytest.approx(GOLDEN, abs=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_world_size_changes_neither_data_nor_losses(runs, ranks):
+    """The same hash of every micro-batch; losses within 0.01, the clocks of the ranks within 2 ms a rank."""
+    (one, footer, _), (many, other, _) = runs(1), runs(ranks)
+    batch = [line for line in one if line.startswith("batch ")]
+    assert len(batch) == STOP and all(len(line.split(" | ")[1].split()) == 8 for line in batch)
+    assert [line for line in many if line.startswith("batch ")] == batch
+    assert other["data_hash"] == footer["data_hash"] and other["world"] == str(ranks)
+    assert losses(many) == pytest.approx(losses(one), abs=0.01)
+    assert float(other["val_loss"]) == pytest.approx(float(footer["val_loss"]), abs=0.01)
+    assert float(other["train_s_spread"]) < 0.1
+
+
+def test_validating_on_the_way_changes_no_bit_of_the_training(runs):
+    """A second run with one seed and thread count, and validations between: equal losses, equal weights."""
+    (plain, footer, weights), (often, other, same) = runs(1), runs(1, "val_every=2")
+    assert losses(often) == losses(plain)
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert other["val_loss"] == footer["val_loss"]
+    vals = [line for line in often if line.startswith("val ")]
+    assert [int(line.split()[1].split("/")[0]) for line in vals] == [0, 2, 4, 6]
+    assert float(vals[0].split("loss ")[1].split()[0]) == pytest.approx(math.log(50257), abs=0.01)
+
+
+def test_another_seed_reads_the_same_data(runs):
+    (_, footer, weights), (lines, other, others) = runs(1), runs(1, "seed=2")
+    assert other["data_hash"] == footer["data_hash"]
+    assert not torch.equal(weights["qk"], others["qk"]) and losses(lines)[0] == pytest.approx(GOLDEN[0], abs=0.02)
+
+
+def test_every_line_of_a_log_has_a_documented_form(runs):
+    for ranks, more in ((1, ()), (1, ("val_every=2",)), (2, ())):
+        lines, footer, _ = runs(ranks, *more)
+        strange = [line for line in lines if not any(re.fullmatch(form, line) for form in FORMS)]
+        assert not strange
+        assert lines[-1] == "end: ok" and lines.count("---") == 1
+        assert {"val_loss", "val_unigram", "train_s", "script", "git", "tokens"} <= set(footer)
+
+
+def test_the_main_job_learns_from_context(tmp_path):
+    """The whole of `tiny`: below 7.00, and below what token frequencies alone can reach."""
+    out = run(["tiny", f"log_dir={tmp_path}"], timeout=500, OMP_NUM_THREADS="2")
+    assert out.returncode == 0, out.stderr[-3000:]
+    lines, footer = read_log(tmp_path)
+    assert lines[-1] == "end: ok" and len(losses(lines)) == 42
+    assert float(footer["val_loss"]) <= 7.00 < float(footer["val_unigram"])
+    assert footer["tokens"] == "180224"
