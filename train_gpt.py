@@ -715,10 +715,10 @@ def rotate(x, turn):
     return torch.view_as_real(torch.view_as_complex(wide) * turn).flatten(-2).type_as(x)
 
 
-def _attend(q, k, v, keep, scale):
-    """Softmax attention of one block. q: (I, H, E), k, v: (J, H, E), keep: (I, J) bool -> (I, H, E)."""
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))                               # (H, ., E)
-    scores = (scale * (q @ k.mT)).float().masked_fill(~keep, -math.inf)
+def _attend(q, k, v, bias, scale):
+    """Softmax attention of one block. q: (I, H, E), k, v: (J, H, E), bias: (I, J) fp32 -> (I, H, E)."""
+    q, k, v = (x.transpose(0, 1) for x in (scale * q, k, v))                       # (H, ., E)
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) + bias     # (H, I, J)
     return (scores.softmax(-1).type_as(v) @ v).transpose(0, 1)
 
 
@@ -737,8 +737,9 @@ def attention_ref(q, k, v, doc_start, *, window, scale):
     for start in range(0, len(q), rows):
         stop, first = min(start + rows, len(q)), max(start - window, 0)
         i, j = position[start:stop, None], position[None, first:stop]
-        keep = (j <= i) & (j >= i - window) & (j >= doc_start[start:stop, None])
-        block = (q[start:stop], k[first:stop], v[first:stop], keep, scale)
+        hidden = (j > i) | (j < i - window) | (j < doc_start[start:stop, None])
+        bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -math.inf)
+        block = (q[start:stop], k[first:stop], v[first:stop], bias, scale)
         if torch.is_grad_enabled():
             outputs.append(checkpoint(_attend, *block, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -1008,7 +1009,8 @@ POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 ro
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 POLAR_MARGIN, POLAR_FLOOR = 1.02, 1e-6
-TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over ranks that failed
+TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
+TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 16}   # Adam's pieces of a table; a CPU should hold one in its cache
 
 
 # ---- 7.1 update rules: of one tensor, without communication --------------------------------------
@@ -1118,8 +1120,10 @@ class Optimizer:
         self.n_adam += adam
         for row, (pending, g) in zip(sharded, sent):
             pending.wait()
-            update = self._update_bank if row.kind == "bank" else self._update_table
-            update(row, g.float() / self.n_micro, lr, mu)
+            if row.kind == "bank":
+                self._update_bank(row, g, lr, mu)
+            else:
+                self._update_table(row, g, lr)
             gathers.append(self.comm.all_gather(row.param.data))
         if adam:
             flat.wait()
@@ -1133,15 +1137,18 @@ class Optimizer:
         p, state, rate = self._mine(row.param.data), self.state[row.name], self.muon_lr * lr
         lr_mul = self._mine(row.lr_mul) if isinstance(row.lr_mul, Tensor) else row.lr_mul
         master = join_master(p, state["lo"]) if "lo" in state else p
-        muon_step(master, g, state["m"], lr=rate * lr_mul, mu=mu, wd=self.muon_wd * rate * row.wd_mul,
-                  dtype=p.dtype)
+        muon_step(master, g.float() / self.n_micro, state["m"], lr=rate * lr_mul, mu=mu,
+                  wd=self.muon_wd * rate * row.wd_mul, dtype=p.dtype)
         if "lo" in state:
             for kept, half in zip((p, state["lo"]), split_master(master)):
                 kept.copy_(half)
 
-    def _update_table(self, row, g, lr, mu):
-        adam_step(self._mine(row.param.data), g, **self.state[row.name], lr=self.adam_lr * row.lr_mul * lr,
-                  betas=row.betas, wd=self.adam_wd * row.wd_mul, eps=self.adam_eps, count=self.n_adam)
+    def _update_table(self, row, g, lr):
+        """Adam on this rank's rows, some at a time: 5 times faster on a CPU than all at once (2026-11)."""
+        whole = (self._mine(row.param.data), g, *self.state[row.name].values())
+        for p, g, m, m2 in zip(*(x.split(TABLE_ROWS[g.device.type]) for x in whole)):
+            adam_step(p, g.float() / self.n_micro, m, m2, lr=self.adam_lr * row.lr_mul * lr, betas=row.betas,
+                      wd=self.adam_wd * row.wd_mul, eps=self.adam_eps, count=self.n_adam)
 
     def _update_small(self, lr):
         """Adam on the flat vector, piece by piece because the pieces have rates of their own."""
@@ -1259,8 +1266,8 @@ def check_amounts(cfg, n_train, n_val):
     if n_val < cfg.val_tokens + 1:
         fits = max(n_val - 1, 0) // cfg.val_seq * cfg.val_seq
         cure = f"val_tokens={fits}" if fits else "a smaller val_seq and val_tokens"
-        raise Refusal(f"val_tokens={cfg.val_tokens} needs {cfg.val_tokens + 1:,} tokens, present are {n_val:,} "
-                      f"in {cfg.val_files}. Take {cure}.")
+        raise Refusal(f"val_tokens={cfg.val_tokens} needs {cfg.val_tokens + 1:,} tokens, present are "
+                      f"{n_val:,} in {cfg.val_files}. Take {cure}.")
 
 
 def check_files(cfg, comm):
@@ -1436,6 +1443,7 @@ class Loader:
         kinds = (torch.int32, torch.int64, torch.int32)
         self.slots = [[torch.empty(size, dtype=t, pin_memory=on_gpu) for t in kinds] for _ in range(N_SLOTS)]
         self.on_device = [torch.empty(size, dtype=t, device=comm.device) for t in kinds]
+        # A slot goes round: free, filled by the worker, ready, copied by next(), and free again.
         self.free, self.ready = queue.Queue(), queue.Queue()
         for i in range(N_SLOTS):
             self.free.put((i, torch.cuda.Event() if on_gpu else None))
@@ -1871,7 +1879,7 @@ def continuation(cfg):
         view = view_at(made, len(made.stages) - 1, torch.device("cpu"), len(ids), made.val_long)
         with torch.no_grad():
             logits = model.logits(torch.tensor(ids, dtype=torch.int32), torch.zeros(len(ids)), view)
-        best = logits.topk(cfg.top_k)
+        best = logits.topk(cfg.top_k)    # top_k=1 leaves one choice: greedy
         ids.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=rand)]))
     return vocabulary.decode(ids[1:])
 
@@ -1900,6 +1908,7 @@ def main(argv=None):
     guard = Guard(comm, cfg.start_limit_s)
     usable = check_files(cfg, comm)
     guard.log = log = Log(cfg, comm)
+    # A log begins once the checks have passed: a refused start leaves none behind.
     for text in (*script_lines(), f"preset: {cfg.preset}", f"seed: {cfg.seed}", f"world: {comm.world}",
                  *host_lines(comm), f"config: {json.dumps(asdict(cfg))}", f"train_tokens: {usable:,} usable"):
         log.line(text)

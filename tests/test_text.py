@@ -1258,7 +1258,10 @@ def test_findings_name_their_line():
 
 def test_scopes_are_told_apart():
     """Names in CAPITALS, and they alone, are read from module level."""
-    src = """
+    src = textwrap.dedent("""
+        top = ONE
+        OBJECT.field = TWO
+
         @DECORATOR
         def f(a, *b, c=DEFAULT, **d) -> RESULT:
             global WRITTEN
@@ -1266,22 +1269,24 @@ def test_scopes_are_told_apart():
             import e.x, g as h
             from i import j
             class k(BASE):
-                x = FIELD
-                y = x
-                def x_of(self): return self.x, VALUE, k
-            def l(m): return l(a, m), OUTER
+                width = FIELD
+                twice = width
+                SIZE = width
+                def area(self): return self.x, SIZE, VALUE, k
+            def l(m, early=EARLY):
+                EARLY = INNER = m
+                return l(a, INNER), OUTER
             with a as n, b as (o, *p): del o
             try: q = (r := 1)
             except ERROR as s: raise s
             match a:
                 case {"t": t, **u}: return t, u
                 case [v, *w]: return v, w
-            for x in [y for y in b for z in y if z]: print(x)
-            return [WRITTEN, h, j, k, n, p, q, lambda a, b=LATER: a + b + c.LOCAL + d, {x: y for x, y in b}]
-    """
-    src = textwrap.dedent(src)
-    names = {dotted(node).split(".")[0] for node in global_reads(ast.parse(src))} - {"print"}
-    assert names == set(re.findall(r"\b(?<!\.)[A-Z]{2,}\b", src))
+            for x in [y for y in b for z in y if z]: x(lambda lone, late=LATE: lone + late + c.LOCAL)
+            return [WRITTEN, INNER, EACH, d, h, j, k, n, p, q, r, {EACH: it for EACH, it in b}, e.x]
+    """)
+    names = {dotted(node).split(".")[0] for node in global_reads(ast.parse(src))}
+    assert names == set(re.findall(r"(?<!\.)\b[A-Z]{2,}\b", src))
 
 
 def test_budgets_are_noted():
