@@ -40,6 +40,7 @@ Sources, cited as [n]:
     [7] token shards: A. Karpathy, llm.c, 2024
 """
 
+import contextlib
 import datetime
 import difflib
 import glob
@@ -487,7 +488,8 @@ class Log:
             self.lines.append(text)
         if not often or time.monotonic() - self.shown > SHOW_S:
             self.shown = time.monotonic()
-            print(text, flush=True)
+            with contextlib.suppress(OSError):   # a terminal that is gone costs the line, not the run
+                print(text, flush=True)
 
     def phase(self, name):
         """One line with the seconds that a phase of the start took, from the end of the one before."""
@@ -517,6 +519,14 @@ class Log:
 
 # ---- 2.4 Guard: how the failure of one rank ends all ---------------------------------------------
 
+def in_collective(trace):
+    """Whether an error came out of a collective; one that did not is this rank's own."""
+    codes = Pending.wait.__code__, Comm.collect.__code__
+    while trace is not None and trace.tb_frame.f_code not in codes:
+        trace = trace.tb_next
+    return trace is not None
+
+
 class Guard:
     """Makes the failure of one rank the end of all, with one FAILED line on stderr and one in the log.
 
@@ -527,7 +537,8 @@ class Guard:
 
     def __init__(self, comm, limit_s):
         self.rank, self.world, self.limit_s, self.log = comm.rank, comm.world, limit_s, None
-        self.store = comm.store
+        self.store = comm.store.clone()   # made while the store lives: cloning a dead one waits for minutes
+        self.store.set_timeout(datetime.timedelta(seconds=GRACE_S))
         self.once, self.beat, self.over = threading.Lock(), time.monotonic(), False
         # A Python signal handler waits for the main thread, which may sit in a collective for a minute. The
         # C level does not: it writes the signal's number to a pipe, and the thread below reads it.
@@ -554,26 +565,19 @@ class Guard:
             self.fail(str(error))
         sys.__excepthook__(kind, error, trace)
         why = f"{kind.__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-        self.fail(self._who_died(why) if self.world > 1 and isinstance(error, RuntimeError) else why)
-
-    def _client(self):
-        """The store for the calling thread; one object must not serve two."""
-        store = self.store.clone()
-        store.set_timeout(datetime.timedelta(seconds=GRACE_S))
-        return store
+        self.fail(self._who_died(why) if isinstance(error, RuntimeError) and in_collective(trace) else why)
 
     def _who_died(self, why):
         """A broken collective or a SIGTERM is mostly the echo of another rank's end: name that rank."""
         try:
-            store = self._client()
-            store.set(f"ending/{self.rank}", "1")
+            self.store.set(f"ending/{self.rank}", "1")
             until = time.monotonic() + GRACE_S / 2
             while time.monotonic() < until:
-                if store.check(["failed"]):
+                if self.store.check(["failed"]):
                     return why
                 time.sleep(WATCH_S)
             # A living rank has put up its sign by now; one that was killed has not.
-            silent = [r for r in range(self.world) if not store.check([f"ending/{r}"])]
+            silent = [r for r in range(self.world) if not self.store.check([f"ending/{r}"])]
             return f"rank {', '.join(map(str, silent))} died without a word; {why}" if silent else why
         except RuntimeError:
             return f"{why}; the store is gone"
@@ -588,8 +592,8 @@ class Guard:
         timer.daemon = True
         timer.start()
         cause = f"rank {self.rank}: {why}"
+        store = self.store
         try:
-            store = self._client()
             if store.add("failures", 1) == 1:
                 sys.stderr.write(f"FAILED: {cause}\n")
                 store.set("failed", cause)
@@ -620,7 +624,6 @@ class Guard:
             sys.stderr.write(f"FAILED: rank {self.rank} cannot write the log: {e}\n")
 
     def _watch(self):
-        store = self._client()
         while not self.over:
             if select.select([self.ear], [], [], WATCH_S)[0]:
                 number = os.read(self.ear, 1)[0]
@@ -628,7 +631,7 @@ class Guard:
                     self.fail("interrupted (SIGINT)")
                 self.fail(self._who_died("told to stop by the launcher (SIGTERM)"))
             try:
-                reported = store.check(["failed"])
+                reported = self.store.check(["failed"])
             except RuntimeError:
                 if not self.over:
                     self.fail("the store is gone, so rank 0 or the launcher is")
@@ -1747,6 +1750,7 @@ def train_step(run, batch, view, step):
         loss = run.model(tokens, targets, doc_start, view)
         loss.backward()
         tail[0] += loss.detach()
+        run.guard.step()
     tail[1] = (~torch.isfinite(tail[0])) * 2.0 ** run.comm.rank
     run.optimizer.step(step, lr_at(run.cfg, step), mu_at(run.cfg, step))
 
@@ -1894,6 +1898,8 @@ def open_run(argv):
                       f"n_micro={cfg.n_micro}. Start torchrun with --nproc_per_node={legal[-1]}.")
     if cfg.save and not os.path.isdir(os.path.dirname(os.path.abspath(cfg.save))):
         raise Refusal(f"save={cfg.save}: its folder does not exist. Create it or choose another.")
+    if os.path.isdir(cfg.save):
+        raise Refusal(f"save={cfg.save}: is a folder. Give the name of a file.")
     return cfg, Comm(cfg, rank, local_rank, world)
 
 
@@ -1919,8 +1925,8 @@ def main(argv=None):
         save_weights(run)
     footer(run, val_loss)
     comm.meet()
-    guard.finish()
     log.end("ok")
+    guard.finish()
     comm.close()
 
 
