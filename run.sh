@@ -25,10 +25,10 @@ find_python() { # leaves in $python an interpreter that has what training needs
 if [ "${1:-}" = test ]; then
   shift
   find_python
-  if ! imports "$python" "pytest, hypothesis, scipy, triton"; then
+  if ! imports "$python" "huggingface_hub, hypothesis, pyarrow, pytest, scipy, tiktoken, tqdm, triton"; then
     [ "$python" = .venv/bin/python ] || python3 -m venv --system-site-packages .venv
     say "installing tests/requirements.txt into .venv, once"
-    .venv/bin/python -m pip install -r tests/requirements.txt
+    .venv/bin/python -m pip install -r requirements.txt -r tests/requirements.txt
     python=.venv/bin/python
   fi
   exec "$python" -m pytest tests "$@"

@@ -9,12 +9,12 @@ frequencies of its tokens alone give 7.23.
 Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each section:
 
     1  Config        200   every setting of a run, the presets, the command line
-    2  Host          410   ranks and collectives, the log, the clock, how all ranks stop when one fails
+    2  Host          430   ranks and collectives, the log, the clock, how all ranks stop when one fails
     3  Numbers        60   number formats: fp32 masters as bf16 + int16
     5  Ops           250   norm, rotary, attention, table look-up and loss, as plain blocked PyTorch
     6  Model         300   the layer table, the weights, the forward pass, the optimizer's parameter table
     7  Optimizers    300   Polar Express, Muon, Adam, and how their work is spread over the ranks
-    8  Data          450   token shards: reading, checking, packing documents, the worker thread
+    8  Data          430   token shards: reading, checking, packing documents, the worker thread
     9  Schedules      90   stages, learning rate, momentum and windows as pure functions of the step
     10 Graphs         80   what is done once per shape before the clock starts
     11 Train         285   validation, the timed loop, main
@@ -215,8 +215,8 @@ def value_of(name, text, default):
 
 def check_config(cfg):
     """Refuse settings that cannot work together, naming both numbers."""
-    for name in ("n_sched", "n_micro", "val_tokens", "val_seq", "top_k", "join_limit_s", "start_limit_s",
-                 "step_limit_s"):
+    for name in ("n_sched", "n_micro", "val_tokens", "val_seq", "val_long", "top_k", "d_head", "d_mlp",
+                 "mu_rise", "mu_fall", "join_limit_s", "start_limit_s", "step_limit_s"):
         if getattr(cfg, name) < 1:
             raise Refusal(f"{name}={getattr(cfg, name)}: want at least 1.")
     for name in ("stop", "val_every", "seed"):
@@ -234,6 +234,8 @@ def check_config(cfg):
     if cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4:
         raise Refusal(f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, "
                       f"n_heads even and d_head a multiple of 4.")
+    if not 0 <= cfg.cooldown_from < 1:
+        raise Refusal(f"cooldown_from={cfg.cooldown_from}: want at least 0 and less than 1.")
     if cfg.dtype not in ("fp32", "bf16"):
         raise Refusal(f"dtype={cfg.dtype}: want fp32 or bf16.")
     if bool(cfg.load) != bool(cfg.sample):
@@ -262,7 +264,7 @@ def parse(argv):
     return cfg
 
 
-# ======== 2. Host ============================================================== budget 410 ====
+# ======== 2. Host ============================================================== budget 430 ====
 # The only door to the outside: environment, processes, time, the log. One rank is no special case, its
 # collectives are copies. Invariants:
 # (1) All ranks issue the same collectives in the same order; no other thread than the main one issues any.
@@ -295,6 +297,9 @@ def launch_env():
         raise Refusal(f"the environment has {', '.join(found)} but not {', '.join(missing)}. Either start "
                       f"with torchrun --nproc_per_node=N train_gpt.py, which sets all five, or unset "
                       f"{', '.join(found)}.")
+    wrong = [f"{name}={os.environ[name]}" for name in RANK_NAMES if not os.environ[name].isdigit()]
+    if wrong:
+        raise Refusal(f"the environment has {', '.join(wrong)}: want numbers. Start with torchrun.")
     rank, local_rank, world = (int(os.environ[name]) for name in RANK_NAMES)
     return rank, local_rank, world
 
@@ -310,8 +315,9 @@ def join(rank, world, limit_s):
         store = dist.TCPStore(address, port, is_master=rank == 0 and not hosted, timeout=limit,
                               wait_for_workers=False)
     except dist.DistError as e:
-        raise Refusal(f"rank {rank} waited {limit_s} s for the store of rank 0 at {address}:{port}: "
-                      f"{str(e).splitlines()[0]}. Start all {world} ranks, best with torchrun.") from None
+        why = str(e).splitlines()[0].rstrip(".")
+        raise Refusal(f"rank {rank} waited {limit_s} s for the store of rank 0 at {address}:{port}: {why}. "
+                      f"Start all {world} ranks, best with torchrun.") from None
     store.set(f"here/{rank}", "1")
     until = time.monotonic() + limit_s   # a collective would wait too, but could not say for whom
     while absent := [r for r in range(world) if not store.check([f"here/{r}"])]:
@@ -549,7 +555,8 @@ class Guard:
         signal.set_wakeup_fd(mouth)
         sys.excepthook = self._uncaught
         threading.excepthook = lambda e: self._uncaught(e.exc_type, e.exc_value, e.exc_traceback)
-        threading.Thread(target=self._watch, daemon=True, name="guard").start()
+        self.thread = threading.Thread(target=self._watch, daemon=True, name="guard")
+        self.thread.start()
 
     def step(self, limit_s=None):
         """Progress was made; the next sign of it must come within limit_s from here."""
@@ -559,6 +566,7 @@ class Guard:
     def finish(self):
         """The run is complete: what happens from here on is no failure."""
         self.over = True
+        self.thread.join()   # Trap: a thread that is in the store while Python ends aborts the process
 
     def _uncaught(self, kind, error, trace):
         if issubclass(kind, (Refusal, RunFailed)):
@@ -582,6 +590,12 @@ class Guard:
         except RuntimeError:
             return f"{why}; the store is gone"
 
+    @staticmethod
+    def _tell(text):
+        with contextlib.suppress(OSError, ValueError):   # the terminal may be gone, the log is still to end
+            sys.stderr.write(f"FAILED: {text}\n")
+            sys.stderr.flush()
+
     def fail(self, why):
         """Report, see to the log's last line, end this process with code 1. Never returns."""
         if self.over:
@@ -595,13 +609,12 @@ class Guard:
         store = self.store
         try:
             if store.add("failures", 1) == 1:
-                sys.stderr.write(f"FAILED: {cause}\n")
+                self._tell(cause)
                 store.set("failed", cause)
             cause = store.get("failed").decode()
         except RuntimeError:             # the store died with rank 0 or the launcher
             store = None
-            sys.stderr.write(f"FAILED: {cause}\n")
-        sys.stderr.flush()
+            self._tell(cause)
         if self.log is not None:
             self._end_log(f"FAILED {cause}".replace("\n", " "), store)
         os._exit(1)
@@ -621,7 +634,7 @@ class Guard:
                 time.sleep(WATCH_S / 2)
             self.log.end_for_rank_0(how)
         except (OSError, RuntimeError) as e:
-            sys.stderr.write(f"FAILED: rank {self.rank} cannot write the log: {e}\n")
+            self._tell(f"rank {self.rank} cannot write the log: {e}")
 
     def _watch(self):
         while not self.over:
@@ -1165,7 +1178,7 @@ class Optimizer:
         self.flat_grad[:len(self.flat)] = 0
 
 
-# ======== 8. Data =============================================================== budget 450 ====
+# ======== 8. Data =============================================================== budget 430 ====
 # Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
 # All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
 # skipped. What a micro-batch holds is a function of its number in the run alone: not of the rank, the world
