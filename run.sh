@@ -41,6 +41,7 @@ for n in 2 4 8; do [ "$gpus" -ge "$n" ] && ranks=$n; done
 
 preset=record
 case "${1:-=}" in
+  load=* | sample=*) ;;
   *=*)
     real="For the real thing: 1, 2, 4 or 8 GPUs, then python data/cached_fineweb10B.py 9 and ./run.sh"
     if [ "$gpus" = 0 ]; then
@@ -59,6 +60,7 @@ case "$preset" in
   tiny | solo) ranks=1 ;;
   *) [ "$gpus" -le "$ranks" ] || say "$gpus GPUs are no legal world size (1, 2, 4, 8): using $ranks" ;;
 esac
+case " $* " in *" load="*) ranks=1 ;; esac   # sampling is one process
 if [ "$ranks" = 1 ]; then
   exec "$python" train_gpt.py "$@"
 fi

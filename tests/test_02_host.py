@@ -37,9 +37,12 @@ def test_a_half_set_environment_is_refused_naming_both_halves(tg, monkeypatch, p
     assert all(name in missing for name in tg.LAUNCH_NAMES if name not in present)
 
 
-def test_a_rank_that_is_no_number_is_refused(tg, monkeypatch):
-    set_env(monkeypatch, tg, RANK="a", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1")
-    with pytest.raises(tg.Refusal, match="RANK=a: want numbers"):
+@pytest.mark.parametrize("wrong, said", [({"RANK": "a"}, "RANK=a: want numbers"), ({"RANK": "2"}, "RANK=2"),
+                                         ({"MASTER_PORT": "http"}, "MASTER_PORT=http: want numbers")])
+def test_numbers_that_cannot_be_are_refused(tg, monkeypatch, wrong, said):
+    right = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    set_env(monkeypatch, tg, **right | wrong)
+    with pytest.raises(tg.Refusal, match=said):
         tg.launch_env()
 
 

@@ -23,10 +23,11 @@ def dense_attention(q, k, v, doc_start, window, scale):
 
 
 @pytest.mark.parametrize("window", [0, 1, 7, 50, 1000])
-@pytest.mark.parametrize("rows", [(16, 64), (128, 1024)])
-def test_attention_equals_its_definition(tg, monkeypatch, window, rows):
+@pytest.mark.parametrize("least, most", [(16, 64), (128, 1024)])
+def test_attention_equals_its_definition(tg, monkeypatch, window, least, most):
     """Values and gradients, with documents of 1, 2, 13 and more tokens and blocks that split documents."""
-    monkeypatch.setattr(tg, "ATTN_ROWS", rows)
+    monkeypatch.setitem(tg.ATTN_ROWS, "cpu", least)
+    monkeypatch.setattr(tg, "ATTN_MOST", most)
     starts = [0, 1, 3, 16, 40, 69]
     doc_start = torch.tensor([max(s for s in starts if s <= t) for t in range(71)], dtype=torch.int32)
     ours, dense = ([rand(i, 71, 2, 4).requires_grad_() for i in range(3)] for _ in range(2))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import docs, shard
+from conftest import ROOT, docs, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -241,3 +241,24 @@ def test_unigram_loss_equals_its_definition(tg, tmp_path):
     cfg = config(tg, tmp_path, val_tokens=100, val_seq=100)
     p = [(np.sum(train == y) + 1) / (500 + 50257) for y in val[1:]]
     assert tg.unigram_loss(cfg) == pytest.approx(-np.mean(np.log(p)))
+
+
+def test_vocabulary_encodes_as_the_shipped_shards_do(tg):
+    """Documents of the sample, decoded and encoded again, are their own tokens; and texts of many scripts survive."""
+    vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin")
+    assert len(vocabulary.bytes) == tg.VOCAB and vocabulary.bytes[262] == b" the"
+    tokens = tg.open_shard(str(ROOT / "data/sample/sample_val_000000.bin"))[:6000]
+    starts = np.flatnonzero(tokens == B)
+    for a, b in zip(starts[:6], starts[1:7]):
+        ids = tokens[a + 1:b].tolist()
+        assert vocabulary.encode(vocabulary.decode(ids)) == ids
+    assert vocabulary.encode("hello world") == [31373, 995]
+    for text in ("I've 3 cats,\n\n  and 10² dogs…", "Übergröße 漢字 🙂 \u0430\u0431\u0432", "<|endoftext|>"):
+        ids = vocabulary.encode(text)
+        assert vocabulary.decode(ids) == text and B not in ids
+
+
+def test_a_changed_vocabulary_file_is_refused(tg, tmp_path):
+    (tmp_path / "vocab.bin").write_bytes(b"\x01a")
+    with pytest.raises(tg.Refusal, match="SHA-256"):
+        tg.Vocabulary(tmp_path / "vocab.bin")

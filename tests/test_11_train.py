@@ -31,20 +31,21 @@ def runs(tmp_path_factory):
                       ranks, timeout=400)
             assert out.returncode == 0, out.stderr[-3000:]
             lines, footer = read_log(folder)
-            done[ranks, more] = lines, footer, torch.load(folder / "weights.pt", weights_only=True)["weights"]
+            path = folder / "weights.pt"
+            done[ranks, more] = lines, footer, torch.load(path, weights_only=True)["weights"], path
         return done[ranks, more]
     return get
 
 
 def test_first_losses_are_the_known_ones(runs):
-    lines, _, _ = runs(1)
+    lines, *_ = runs(1)
     assert losses(lines) == pytest.approx(GOLDEN, abs=0.01)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_world_size_changes_neither_data_nor_losses(runs, ranks):
     """The same hash of every micro-batch; losses within 0.01, the clocks of the ranks within 2 ms a rank."""
-    (one, footer, _), (many, other, _) = runs(1), runs(ranks)
+    (one, footer, *_), (many, other, *_) = runs(1), runs(ranks)
     batch = [line for line in one if line.startswith("batch ")]
     assert len(batch) == STOP and all(len(line.split(" | ")[1].split()) == 8 for line in batch)
     assert [line for line in many if line.startswith("batch ")] == batch
@@ -56,7 +57,7 @@ def test_the_world_size_changes_neither_data_nor_losses(runs, ranks):
 
 def test_validating_on_the_way_changes_no_bit_of_the_training(runs):
     """A second run with one seed and thread count, and validations between: equal losses, equal weights."""
-    (plain, footer, weights), (often, other, same) = runs(1), runs(1, "val_every=2")
+    (plain, footer, weights, _), (often, other, same, _) = runs(1), runs(1, "val_every=2")
     assert losses(often) == losses(plain)
     assert all(torch.equal(weights[name], same[name]) for name in weights)
     assert other["val_loss"] == footer["val_loss"]
@@ -66,14 +67,25 @@ def test_validating_on_the_way_changes_no_bit_of_the_training(runs):
 
 
 def test_another_seed_reads_the_same_data(runs):
-    (_, footer, weights), (lines, other, others) = runs(1), runs(1, "seed=2")
+    (_, footer, weights, _), (lines, other, others, _) = runs(1), runs(1, "seed=2")
     assert other["data_hash"] == footer["data_hash"]
     assert not torch.equal(weights["qk"], others["qk"]) and losses(lines)[0] == pytest.approx(GOLDEN[0], abs=0.02)
 
 
+def test_saved_weights_continue_a_text(runs, tmp_path):
+    """A file of save=PATH, read elsewhere; a file that is none is refused; greedy is the same twice."""
+    weights = runs(1)[3]
+    words = [f"load={weights}", "sample=The President of the", "sample_tokens=5"]
+    one, two = (run([*words, "top_k=1"]).stdout for _ in range(2))
+    assert one == two and one.startswith("The President of the") and len(one) > len("The President of the\n")
+    (tmp_path / "none.pt").write_bytes(b"")
+    out = run([f"load={tmp_path}/none.pt", "sample=x"])
+    assert out.returncode == 1 and out.stderr.startswith(f"FAILED: load={tmp_path}/none.pt: not what save=PATH")
+
+
 def test_every_line_of_a_log_has_a_documented_form(runs):
     for ranks, more in ((1, ()), (1, ("val_every=2",)), (2, ())):
-        lines, footer, _ = runs(ranks, *more)
+        lines, footer, *_ = runs(ranks, *more)
         strange = [line for line in lines if not any(re.fullmatch(form, line) for form in FORMS)]
         assert not strange
         assert lines[-1] == "end: ok" and lines.count("---") == 1

@@ -123,13 +123,13 @@ def test_no_files(folder):
     holds(refusal(folder, pattern), pattern, "no such file", ROOT)
 
 
-@pytest.mark.parametrize("link", [False, True])
-def test_validation_file_among_the_training_files(folder, link):
-    """A file cannot be both, under its own name or another one."""
+@pytest.mark.parametrize("how", ["itself", "link", "copy"])
+def test_validation_file_among_the_training_files(folder, how):
+    """A file cannot be both, under its own name or another one, nor can a copy."""
     path = one = folder / "train_1.bin"
-    if link:
+    if how != "itself":
         path = folder / "other.bin"
-        path.symlink_to(one)
+        path.symlink_to(one) if how == "link" else path.write_bytes(one.read_bytes())
     holds(refusal(folder, f"val_files={path}"), path, one, "validation", "training")
 
 

@@ -67,5 +67,10 @@ def test_settings_without_a_preset_go_to_the_chosen_one(tmp_path):
     assert start(tmp_path, 0, "stop=5").stdout == "ran: train_gpt.py tiny stop=5\n"
 
 
+def test_sampling_is_one_process_and_no_training(tmp_path):
+    out = start(tmp_path, 8, "load=w.pt", "sample=Once upon a time", fineweb=True)
+    assert out.stdout == "ran: train_gpt.py load=w.pt sample=Once upon a time\n"
+
+
 def test_test_runs_pytest_with_its_arguments(tmp_path):
     assert start(tmp_path, 0, "test", "-k", "x").stdout == "ran: -m pytest tests -k x\n"
