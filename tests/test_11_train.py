@@ -44,7 +44,8 @@ def test_first_losses_are_the_known_ones(runs):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_world_size_changes_neither_data_nor_losses(runs, ranks):
-    """The same hash of every micro-batch; losses within 0.01, the clocks of the ranks within 2 ms a rank."""
+    """The same hash of every micro-batch; losses within 0.01; the ranks, which share cores, agree on the
+    time to 0.1 s."""
     (one, footer, *_), (many, other, *_) = runs(1), runs(ranks)
     batch = [line for line in one if line.startswith("batch ")]
     assert len(batch) == STOP and all(len(line.split(" | ")[1].split()) == 8 for line in batch)
