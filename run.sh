@@ -31,7 +31,7 @@ if [ "${1:-}" = test ]; then
     .venv/bin/python -m pip install -r requirements.txt -r tests/requirements.txt
     python=.venv/bin/python
   fi
-  exec "$python" -m pytest tests "$@"
+  exec "$python" -m pytest "$@"   # pytest.ini names the folder
 fi
 
 find_python

@@ -73,4 +73,7 @@ def test_sampling_is_one_process_and_no_training(tmp_path):
 
 
 def test_test_runs_pytest_with_its_arguments(tmp_path):
-    assert start(tmp_path, 0, "test", "-k", "x").stdout == "ran: -m pytest tests -k x\n"
+    """Without any, pytest.ini names the folder, so that a file given here is the only one that runs."""
+    assert start(tmp_path, 0, "test").stdout == "ran: -m pytest\n"
+    assert start(tmp_path, 0, "test", "tests/test_text.py", "-k", "x").stdout == \
+        "ran: -m pytest tests/test_text.py -k x\n"
