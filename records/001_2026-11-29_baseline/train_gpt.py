@@ -1,0 +1,2440 @@
+"""train_gpt.py: trains a GPT-2-scale language model, as fast as the hardware allows, in one readable file.
+
+Measured with this file: preset tiny (42 steps, 180,224 tokens of English) reaches validation loss 6.83 in
+102 s on 2 CPU cores; the frequencies of the tokens alone give 7.23.
+
+    torchrun --nproc_per_node=8 train_gpt.py              the record preset on 8 GPUs (1, 2, 4 or 8 work)
+    python train_gpt.py tiny                              a toy run on a CPU, less than two minutes
+
+Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each section:
+
+    1  Config        200   every setting of a run, the presets, the command line
+    2  Host          430   ranks and collectives, the log, the clock, how all ranks stop when one fails
+    3  Numbers        60   number formats: fp32 masters as bf16 + int16
+    5  Ops           250   norm, rotary, attention, table look-up and loss, as plain blocked PyTorch
+    6  Model         300   the layer table, the weights, the forward pass, the optimizer's parameter table
+    7  Optimizers    340   Polar Express, Muon, Adam, and how their work is spread over the ranks
+    8  Data          430   token shards: reading, checking, packing documents, the worker thread
+    9  Schedules      90   stages, learning rate, momentum and windows as pure functions of the step
+    10 Graphs         65   what is done once per shape before the clock starts
+    11 Train         300   validation, the timed loop, main
+
+Three ways to read it: for the learning 1, 9, 6, 7; for the systems 2, 8, 7, 10; to run it 11 and README.md.
+
+Letters, the same in the whole file:
+
+    T  tokens of a micro-batch (one flat stream of packed documents, there is no batch axis)
+    V  padded vocabulary     D  model width        F  MLP width           L  layers
+    H  heads                 E  width of one head  N, R, C  matrices of a bank, rows, columns
+
+Absent on purpose: resume, more than one node, experiment trackers, autotuning, wrappers such as DDP or FSDP.
+Documents are told apart by doc_start, int32 (T,): where in the stream the token's document begins.
+
+Sources, cited as [n]:
+    [1] Muon: K. Jordan et al., kellerjordan.github.io/posts/muon, 2024
+    [2] Polar Express: N. Amsel, D. Persson, C. Musco, R. Gower, arXiv 2505.16932, 2025
+    [3] YaRN: B. Peng, J. Quesnelle, H. Fan, E. Shippole, arXiv 2309.00071, 2023
+    [4] KellerJordan/modded-nanogpt, records 89 and 92: stages, rates, soft cap, value embeddings, windows
+    [5] Adam: D. Kingma, J. Ba, arXiv 1412.6980, 2014
+    [6] cautious updates: K. Liang, L. Chen, B. Liu, Q. Liu, arXiv 2411.16085, 2024
+    [7] token shards: A. Karpathy, llm.c, 2024
+"""
+
+import contextlib
+import datetime
+import difflib
+import functools
+import glob
+import hashlib
+import json
+import math
+import os
+import pickle
+import platform
+import queue
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import unicodedata
+import zlib
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import metadata
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+
+
+# ======== 1. Config ============================================================== budget 200 ====
+# Every setting of a run is a field of Config; a preset is a Config; the command line is
+# `[preset] [key=value ...]` and nothing else is read, no environment variable but torchrun's.
+# Numbers that follow from other numbers are properties, so they cannot disagree.
+
+VOCAB = 50_257           # GPT-2's tokens; a shard holds ids below this
+VOCAB_PADDED = 50_304    # V: classes of the head, a multiple of 128 and of every world size
+BOS = 50_256             # <|endoftext|>, the first token of every document
+WORLDS = (1, 2, 4, 8)    # legal world sizes; n_micro must be a multiple of the one in use
+STAGE_SHARES = (0.2854, 0.6063, 0.9394, 0.9994)   # stage ends as shares of n_sched / 0.9994, from [4]
+REFERENCE_SCHED = 978    # n_sched from which on the inserted and the extension steps have full length
+N_INSERTED, N_EXTENSION = 52, 20                  # steps added inside stage 2, and after stage 3
+REFERENCE_STEPS = 1050   # n_steps for which the momentum ramps below are stated
+
+
+class Refusal(Exception):
+    """Something the user can mend. It is shown without a traceback."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the curriculum: shapes and windows in tokens, lr a factor on every learning rate."""
+    T: int
+    max_doc: int         # documents are cut to this many tokens
+    short: int           # attention window of most layers
+    long: int            # attention window of the others
+    lr: float
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run; the defaults are the record."""
+    # the run
+    preset: str = "record"
+    seed: int = 1                # initial values only; never the data order
+    runs: int = 1                # so many runs in one process, with seeds from `seed` on, a log for each
+    fast: str = "all"            # what a GPU runs fast: all | none | NAME,... | all,-NAME,... (rows of FAST)
+    stop: int = 0                # end after this many steps and leave the schedule as it is; 0: all
+    val_every: int = 0           # validate every so many steps as well as at the end; 0: only at the end
+    save: str = ""               # write the final weights to this file
+    load: str = ""               # answer `sample` from the weights in this file, and train nothing
+    sample: str = ""             # text to continue
+    sample_tokens: int = 64
+    top_k: int = 1               # draw each token from the k likeliest; 1 takes the likeliest
+    log_dir: str = "logs"
+    hashes: bool = False         # one log line per step with the CRC-32 of each micro-batch
+    # data; paths are relative to the working directory
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"
+    vocab_file: str = "data/gpt2_vocab.bin"
+    repeat: bool = False         # allow the training data to be read more than once
+    val_tokens: int = 10_485_760
+    val_seq: int = 262_144       # validation tokens are scored in streams of this length
+    # network
+    d_model: int = 768
+    n_heads: int = 6
+    d_head: int = 128
+    d_mlp: int = 2816
+    dtype: str = "bf16"          # of weights and activations: bf16 or fp32
+    attn_scale: float = 0.1      # softmax scale of the first stage; YaRN raises it with the window
+    # schedule
+    n_micro: int = 8             # micro-batches of one global step
+    t_factor: float = 1.0        # factor on every stage's T, for GPUs with less memory
+    n_sched: int = 978           # scheduled steps; n_steps and every boundary follow from it
+    val_long: int = 2560         # long window at the final validation
+    lr_floor: float = 0.30       # absolute: not a factor on the stage's lr
+    cooldown_from: float = 0.2   # share of the scheduled steps after which the lr falls
+    mu_low: float = 0.85
+    mu_high: float = 0.93
+    mu_rise: int = 240           # steps from mu_low to mu_high at n_steps = 1050
+    mu_fall: int = 50            # steps back to mu_low at the end, likewise
+    stages: tuple = (
+        #     T      max_doc  short   long    lr
+        Stage(16_384,    896,   128,   384, 1.0),
+        Stage(32_768,   2048,   384,   896, 1.52),
+        Stage(49_152,   3072,   640,  1408, 1.73),
+        Stage(40_960,   3072,   640,  1408, 1.5793),   # 1.73 (20/24) ** 0.5
+        Stage(16_384,   3072,   768,  1664, 1.0),      # the extension runs at lr_floor
+    )
+    # optimizers
+    muon_lr: float = 0.023
+    muon_wd: float = 1.2         # decay is wd * lr * lr: it falls with the square of the schedule
+    adam_lr: float = 0.008
+    adam_wd: float = 0.005       # likewise, times the row's own factor
+    adam_eps: float = 1e-10
+    # limits in seconds
+    join_limit_s: int = 120      # all ranks must have joined
+    start_limit_s: int = 600     # a collective or a phase before the clock starts
+    step_limit_s: int = 60       # a step, a collective or a validation stream once it has started
+
+    @property
+    def stage_ends(self):
+        """Step at which each of the five stages ends; the last one is the number of steps."""
+        r = min(1.0, self.n_sched / REFERENCE_SCHED)
+        inserted, extension = round(N_INSERTED * r), round(N_EXTENSION * r)
+        e0, e1, e2, e3 = (round(share / STAGE_SHARES[-1] * self.n_sched) for share in STAGE_SHARES)
+        return e0, e1, e2 + inserted, e3 + inserted, e3 + inserted + extension
+
+    @property
+    def n_steps(self):
+        """Steps of the whole schedule."""
+        return self.stage_ends[-1]
+
+    @property
+    def n_run(self):
+        """Steps that this run takes."""
+        return min(self.stop, self.n_steps) if self.stop else self.n_steps
+
+
+RECORD = Config()
+PRESETS = {
+    "record": RECORD,
+    "solo": replace(RECORD, preset="solo", n_micro=1, adam_lr=0.004, val_tokens=5_242_880,   # for one GPU
+                    train_files="data/proxy/proxy_train_*.bin", val_files="data/proxy/proxy_val_*.bin"),
+    "tiny": replace(
+        RECORD, preset="tiny", fast="none", n_sched=39, d_model=96, d_head=16, d_mlp=352, dtype="fp32", attn_scale=0.3,
+        train_files="data/sample/sample_train_*.bin", val_files="data/sample/sample_val_*.bin",
+        val_tokens=16_384, val_seq=2048, val_long=160,
+        stages=(Stage(256, 112,  8,  24, 1.0),
+                Stage(512, 256, 24,  56, 1.52),
+                Stage(768, 384, 40,  88, 1.73),
+                Stage(640, 384, 40,  88, 1.5793),
+                Stage(256, 384, 48, 104, 1.0))),
+}
+
+
+def nearest(word, choices):
+    """' Did you mean ...?' for a misspelt word, or nothing."""
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def value_of(name, text, default):
+    """The text of key=value as the type that the field has."""
+    kind = type(default)
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise Refusal(f"{name}={text}: want true or false.")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise Refusal(f"{name}={text}: want {'an integer' if kind is int else 'a number'}, "
+                      f"like {default}.") from None
+
+
+def check_config(cfg):
+    """Refuse settings that cannot work together, naming both numbers."""
+    for name in ("runs", "n_sched", "n_micro", "val_tokens", "val_seq", "val_long", "top_k", "d_head", "d_mlp",
+                 "mu_rise", "mu_fall", "join_limit_s", "start_limit_s", "step_limit_s"):
+        if getattr(cfg, name) < 1:
+            raise Refusal(f"{name}={getattr(cfg, name)}: want at least 1.")
+    if cfg.top_k > VOCAB:
+        raise Refusal(f"top_k={cfg.top_k}: want at most {VOCAB}, the number of tokens.")
+    for f in fields(cfg):
+        value = getattr(cfg, f.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Refusal(f"{f.name}={value}: want a finite number.")
+    for name in ("stop", "val_every", "seed"):
+        if getattr(cfg, name) < 0:
+            raise Refusal(f"{name}={getattr(cfg, name)}: want at least 0.")
+    if cfg.n_steps % 4 != 2:     # the last step must be an Adam step and end a cycle of four
+        near = [s for s in range(max(1, cfg.n_sched - 8), cfg.n_sched + 9)
+                if replace(cfg, n_sched=s).n_steps % 4 == 2]
+        below, above = [s for s in near if s < cfg.n_sched][-1:], [s for s in near if s > cfg.n_sched][:1]
+        raise Refusal(f"n_sched={cfg.n_sched} makes {cfg.n_steps} steps; their number must be 2 mod 4. "
+                      f"Take n_sched={' or '.join(str(s) for s in below + above)}.")
+    if cfg.val_tokens % cfg.val_seq:
+        raise Refusal(f"val_tokens={cfg.val_tokens} is no multiple of val_seq={cfg.val_seq}. "
+                      f"Take val_tokens={max(1, cfg.val_tokens // cfg.val_seq) * cfg.val_seq}.")
+    if cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model < 12:
+        raise Refusal(f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, "
+                      f"n_heads even, d_head a multiple of 4, d_model at least 12.")
+    if not 0 <= cfg.cooldown_from < 1:
+        raise Refusal(f"cooldown_from={cfg.cooldown_from}: want at least 0 and less than 1.")
+    if cfg.dtype not in ("fp32", "bf16"):
+        raise Refusal(f"dtype={cfg.dtype}: want fp32 or bf16.")
+    if cfg.save and cfg.runs > 1:
+        raise Refusal(f"save={cfg.save} with runs={cfg.runs}: want one run, whose weights the file is to hold.")
+    if bool(cfg.load) != bool(cfg.sample):
+        raise Refusal("load=FILE and sample=TEXT go together: the weights in the file continue the text.")
+
+
+def parse(argv):
+    """Config for the words of a command line: [preset] [key=value ...]. Raises Refusal."""
+    words, cfg = list(argv), RECORD
+    if words and "=" not in words[0]:
+        name = words.pop(0)
+        if name not in PRESETS:
+            raise Refusal(f"no preset named {name!r}.{nearest(name, PRESETS)} "
+                          f"Presets: {', '.join(PRESETS)}.")
+        cfg = PRESETS[name]
+    keys = [f.name for f in fields(Config) if f.name not in ("preset", "stages")]
+    changes = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or name not in keys:
+            raise Refusal(f"{word!r}: " + ("no setting of that name." if equals else "want key=value.")
+                          + nearest(name, keys) + f" Settings: {', '.join(keys)}.")
+        changes[name] = value_of(name, text, getattr(cfg, name))
+    cfg = replace(cfg, **changes)
+    check_config(cfg)
+    odd = [stage.T for stage in cfg.stages if stage.T * cfg.t_factor < 1 or stage.T * cfg.t_factor % 1]
+    if odd:
+        raise Refusal(f"t_factor={cfg.t_factor}: T={odd[0]} times it is no positive whole number. "
+                      f"Take a power of two, like 0.5.")
+    scaled = tuple(replace(stage, T=int(stage.T * cfg.t_factor)) for stage in cfg.stages)
+    return replace(cfg, stages=scaled)   # frozen: nothing changes a setting after this line
+
+
+# ======== 2. Host ============================================================== budget 430 ====
+# The only door to the outside: environment, processes, time, the log. One rank is no special case, its
+# collectives are copies. Invariants:
+# (1) All ranks issue the same collectives in the same order; no other thread than the main one issues any.
+# (2) Whatever ends a rank early goes through Guard.fail, which never returns and makes every rank end.
+# (3) The log file is created for this run alone, and only its own run ever writes to it.
+# (4) While the clock runs the log is kept in memory; it is written when the clock stands.
+
+WATCH_S = 0.25           # how often a guard looks
+GRACE_S = 3.0            # how long a failing rank waits for rank 0 to write the log
+LAST_RESORT_S = 10.0     # a failing rank ends after this, whatever blocks it
+SHOW_S = 0.5             # at most one step line per half second goes to the terminal
+SAMPLE_MS = 500          # between two readings of a GPU's clock, power and temperature
+MS = 1000
+RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+LAUNCH_NAMES = (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT")   # what torchrun sets
+BF16_CAPABILITY = (8, 0)
+PROC_START = 19          # starttime among the fields of /proc/self/stat that follow the name
+
+
+# ---- 2.1 joining: the launcher's variables and the store that all ranks share --------------------
+
+class RunFailed(Exception):
+    """The run itself went wrong (a loss that is not finite, data at an end). Shown without a traceback."""
+
+
+def launch_env():
+    """(rank, local rank, world) as torchrun tells them, or (0, 0, 1) where it tells nothing."""
+    missing = [name for name in LAUNCH_NAMES if not os.environ.get(name)]
+    if not any(os.environ.get(name) for name in RANK_NAMES):
+        return 0, 0, 1
+    if missing:
+        found = [name for name in LAUNCH_NAMES if name not in missing]
+        raise Refusal(f"the environment has {', '.join(found)} but not {', '.join(missing)}. Either start "
+                      f"with torchrun --nproc_per_node=N train_gpt.py, which sets all five, or unset "
+                      f"{', '.join(found)}.")
+    numbers = (*RANK_NAMES, "MASTER_PORT")
+    wrong = [f"{name}={os.environ[name]}" for name in numbers if not os.environ[name].isdigit()]
+    if wrong:
+        raise Refusal(f"the environment has {', '.join(wrong)}: want numbers. Start with torchrun.")
+    rank, local_rank, world = (int(os.environ[name]) for name in RANK_NAMES)
+    if rank >= world:
+        raise Refusal(f"RANK={rank} with WORLD_SIZE={world}: want a rank below {world}. Start with torchrun.")
+    return rank, local_rank, world
+
+
+def join(rank, world, limit_s):
+    """The store that all ranks share, once every rank is there. Raises Refusal naming the absent ones."""
+    if world == 1:
+        return dist.HashStore()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"   # torchrun keeps the store itself
+    limit = datetime.timedelta(seconds=limit_s)
+    try:
+        store = dist.TCPStore(address, port, is_master=rank == 0 and not hosted, timeout=limit,
+                              wait_for_workers=False)
+    except dist.DistError as e:
+        why = str(e).splitlines()[0].rstrip(".")
+        raise Refusal(f"rank {rank} waited {limit_s} s for the store of rank 0 at {address}:{port}: {why}. "
+                      f"Start all {world} ranks, best with torchrun.") from None
+    store.set(f"here/{rank}", "1")
+    until = time.monotonic() + limit_s   # a collective would wait too, but could not say for whom
+    while absent := [r for r in range(world) if not store.check([f"here/{r}"])]:
+        if time.monotonic() > until:
+            names = ", ".join(map(str, absent))
+            raise Refusal(f"rank {rank} of {world} waited {limit_s} s for rank {names}, which did not start. "
+                          f"Start all {world} ranks, best with torchrun, or give them more time with "
+                          f"join_limit_s=N.")
+        time.sleep(WATCH_S)
+    return store
+
+
+# ---- 2.2 Comm: collectives over NCCL, gloo or one rank -------------------------------------------
+
+class Pending:
+    """A collective under way; its result may be read after wait().
+
+    On the CPU it starts only at wait(): whoever forgets to wait reads stale numbers and fails a test,
+    where gloo alone would often have finished by luck.
+    """
+
+    def __init__(self, start, deferred):
+        self.start = start
+        self.work = None if deferred else start()
+
+    def wait(self):
+        """On the CPU return when it is done; on a GPU make the current stream wait for it."""
+        work = self.start() if self.work is None else self.work
+        if work is not None:
+            work.wait()
+
+
+class Comm:
+    """The collectives of a run over NCCL (GPU), gloo (CPU) or nothing (one rank)."""
+
+    def __init__(self, cfg, rank, local_rank, world):
+        self.rank, self.world = rank, world
+        self.store = join(rank, world, cfg.join_limit_s)
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            if local_rank >= torch.cuda.device_count():
+                raise Refusal(f"rank {rank} wants GPU {local_rank}, present are {torch.cuda.device_count()}. "
+                              f"Start torchrun with --nproc_per_node={torch.cuda.device_count()} or fewer.")
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)
+            capability = torch.cuda.get_device_capability()
+            if cfg.dtype == "bf16" and capability < BF16_CAPABILITY:
+                raise Refusal(f"{torch.cuda.get_device_name()} has compute capability {capability}, want at least "
+                              f"{BF16_CAPABILITY} for dtype=bf16. Take dtype=fp32 fast=none, or another GPU.")
+        if world > 1:
+            on_gpu = self.device.type == "cuda"
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo", store=dist.PrefixStore("group", self.store), rank=rank,
+                world_size=world, timeout=datetime.timedelta(seconds=cfg.start_limit_s),
+                device_id=self.device if on_gpu else None)
+
+    def _run(self, collective, *tensors):
+        if self.world == 1:
+            return Pending(lambda: None, deferred=False)
+        return Pending(lambda: collective(*tensors, async_op=True), deferred=self.device.type == "cpu")
+
+    def all_reduce(self, x):
+        """Sum of x over the ranks, in place."""
+        return self._run(dist.all_reduce, x)
+
+    def reduce_scatter(self, x):
+        """(pending, part): part is this rank's slice of x along the first axis, which becomes the sum."""
+        part = x.chunk(self.world)[self.rank]
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor   # up to 2.12
+        return self._run(scatter, part, x), part
+
+    def all_gather(self, x):
+        """Every rank's slice of x along the first axis goes to all ranks, in place."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._run(gather, x, x.chunk(self.world)[self.rank])
+
+    def collect(self, value):
+        """[value of rank 0, value of rank 1, ...] for small Python values, off the clock."""
+        values = [value]
+        if self.world > 1:
+            values = [None] * self.world
+            dist.all_gather_object(values, value)
+        return values
+
+    def settle(self):
+        """Return when this rank's device has finished all its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def meet(self):
+        """Return when every rank has come here and finished all its work."""
+        self.settle()
+        self.all_reduce(torch.ones(1, device=self.device)).wait()
+        self.settle()
+
+    def set_limit(self, limit_s):
+        """From here on a collective that takes longer than this ends the run."""
+        if self.world > 1:
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=limit_s))
+
+    def close(self):
+        """Leave the group; nothing that matters comes after this."""
+        if self.world > 1:
+            timer = threading.Timer(LAST_RESORT_S, os._exit, (0,))   # NCCL's teardown can hang
+            timer.daemon = True
+            timer.start()
+            dist.destroy_process_group()
+            timer.cancel()
+
+
+# ---- 2.3 Clock and Log: what a run is judged by --------------------------------------------------
+
+class Clock:
+    """Seconds of the timed section: it starts and stops when all ranks have, and pauses the same way."""
+
+    def __init__(self, comm):
+        self.comm, self.total, self.since, self.origin = comm, 0.0, None, None
+
+    def start(self):
+        """Run on, from the moment at which all ranks are ready."""
+        self.comm.meet()
+        self.since = time.perf_counter()
+        if self.comm.device.type == "cuda":
+            self.origin = torch.cuda.Event(enable_timing=True)
+            self.origin.record()
+
+    def stop(self):
+        """Stand, from the moment at which the last rank has finished its work."""
+        self.comm.meet()
+        self.total += time.perf_counter() - self.since
+        self.since = None
+
+    def now(self):
+        """Seconds so far, on this host, without waiting for anything."""
+        return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
+
+    def stamp(self):
+        """A function that tells the seconds at which the device got here; ask it when that work is done."""
+        if self.origin is None:
+            seconds = self.now()
+            return lambda: seconds
+        total, origin, here = self.total, self.origin, torch.cuda.Event(enable_timing=True)
+        here.record()
+        return lambda: total + origin.elapsed_time(here) / MS
+
+    def over_ranks(self):
+        """(longest, longest - shortest) of the ranks' totals."""
+        totals = self.comm.collect(self.total)
+        return max(totals), max(totals) - min(totals)
+
+
+class Telemetry:
+    """SM clock, power and temperature of all GPUs in use, while a clock runs, as nvidia-smi tells them.
+
+    One child of rank 0 writes a line per GPU twice a second, a thread here reads them. samples: (seconds on
+    the clock, GPU, MHz, W, degrees C). Without nvidia-smi, or on a CPU, there are none.
+    """
+
+    def __init__(self, comm):
+        self.clock, self.samples, self.child = None, [], None
+        on_gpu = comm.device.type == "cuda"
+        uuids = comm.collect(f"GPU-{torch.cuda.get_device_properties(comm.device).uuid}" if on_gpu else "")
+        if comm.rank == 0 and on_gpu and shutil.which("nvidia-smi"):
+            query = ["nvidia-smi", "--query-gpu=uuid,clocks.sm,power.draw,temperature.gpu", "-lms",
+                     str(SAMPLE_MS), "-i", ",".join(uuids), "--format=csv,noheader,nounits"]
+            # The pipe ends the child when this process dies, however it dies.
+            self.child = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            threading.Thread(target=self._read, args=(uuids,), daemon=True, name="telemetry").start()
+
+    def _read(self, uuids):
+        for line in self.child.stdout:
+            uuid, *numbers = line.strip().split(", ")
+            if self.clock is not None and self.clock.since is not None and uuid in uuids:
+                with contextlib.suppress(ValueError):        # a driver may say [N/A]
+                    self.samples.append((self.clock.now(), uuids.index(uuid), *map(float, numbers)))
+
+    def end(self):
+        """No more samples."""
+        if self.child is not None:
+            self.child.terminate()
+            self.child.wait()
+
+
+def process_age_s():
+    """Seconds since this process was started, interpreter and imports included; 0 where /proc is missing."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as f:
+            ticks = int(f.read().rpartition(")")[2].split()[PROC_START])
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Log:
+    """The log of a run: `key: value` and fixed-column lines, kept by rank 0; on others a call does nothing.
+
+    path is the same on every rank: if rank 0 is killed, the lowest living rank appends the FAILED line.
+    """
+
+    def __init__(self, cfg, comm, phase_from):
+        self.lock, self.lines, self.shown, self.file, path = threading.Lock(), [], 0.0, None, None
+        self.phase_from = phase_from     # age of the process at which the next phase begins
+        if comm.rank == 0:
+            self.file, path = self._create(cfg)
+        self.path = comm.collect(path)[0]
+
+    @staticmethod
+    def _create(cfg):
+        try:
+            os.makedirs(cfg.log_dir, exist_ok=True)
+            while True:
+                stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
+                path = os.path.join(cfg.log_dir, f"{stamp}_{cfg.preset}_seed{cfg.seed}.log")
+                try:
+                    return open(path, "x", encoding="utf-8"), path
+                except FileExistsError:   # two runs in one second: the later one takes the next second
+                    time.sleep(SHOW_S)
+        except OSError as e:
+            raise Refusal(f"log_dir={cfg.log_dir}: no log can be created there ({e.strerror}). "
+                          f"Choose another folder with log_dir=PATH.") from None
+
+    def line(self, text, often=False):
+        """Add a line; `often` marks lines of which the terminal shows at most two a second."""
+        if self.file is None:
+            return
+        with self.lock:
+            self.lines.append(text)
+        if not often or time.monotonic() - self.shown > SHOW_S:
+            self.shown = time.monotonic()
+            with contextlib.suppress(OSError):   # a terminal that is gone costs the line, not the run
+                print(text, flush=True)
+
+    def phase(self, name):
+        """One line with the seconds that a phase of the start took, from the end of the one before."""
+        age = process_age_s()
+        self.line(f"phase: {name} {age - self.phase_from:.1f} s")
+        self.phase_from = age
+
+    def flush(self):
+        """Write what has been collected; called while the clock stands."""
+        if self.file is not None:
+            with self.lock:
+                self.file.write("".join(text + "\n" for text in self.lines))
+                self.lines.clear()
+                self.file.flush()
+
+    def end(self, how):
+        """The last line: `end: ok` or `end: FAILED what`."""
+        self.line(f"end: {how}")
+        self.flush()
+
+    def end_for_rank_0(self, how):
+        """Append the last line in place of a rank 0 that could not, unless somebody has."""
+        with open(self.path, "r+", encoding="utf-8") as f:
+            if not any(text.startswith("end: ") for text in f.read().splitlines()):
+                f.write(f"end: {how}\n")
+
+
+# ---- 2.4 Guard: how the failure of one rank ends all ---------------------------------------------
+
+def in_collective(trace):
+    """Whether an error came out of a collective; one that did not is this rank's own."""
+    codes = Pending.wait.__code__, Comm.collect.__code__
+    while trace is not None and trace.tb_frame.f_code not in codes:
+        trace = trace.tb_next
+    return trace is not None
+
+
+class Guard:
+    """Makes the failure of one rank the end of all, with one FAILED line on stderr and one in the log.
+
+    A daemon thread watches three things: whether another rank has reported a failure in the store, whether
+    the launcher has sent SIGTERM because a rank died without a word, and whether this rank still makes
+    progress. It works while the main thread is blocked in a collective, and ends the process itself.
+    """
+
+    def __init__(self, comm, limit_s):
+        self.rank, self.world, self.limit_s, self.log = comm.rank, comm.world, limit_s, None
+        self.store = comm.store.clone()   # made while the store lives: cloning a dead one waits for minutes
+        self.store.set_timeout(datetime.timedelta(seconds=GRACE_S))
+        self.once, self.beat, self.over = threading.Lock(), time.monotonic(), False
+        # A Python signal handler waits for the main thread, which may sit in a collective for a minute. The
+        # C level does not: it writes the signal's number to a pipe, and the thread below reads it.
+        self.ear, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        for number in (signal.SIGTERM, signal.SIGINT):   # without a handler nothing is written to the pipe
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(mouth)
+        sys.excepthook = self._uncaught
+        threading.excepthook = lambda e: self._uncaught(e.exc_type, e.exc_value, e.exc_traceback)
+        self.thread = threading.Thread(target=self._watch, daemon=True, name="guard")
+        self.thread.start()
+
+    def step(self, limit_s=None):
+        """Progress was made; the next sign of it must come within limit_s from here."""
+        self.limit_s = limit_s or self.limit_s
+        self.beat = time.monotonic()
+
+    def finish(self):
+        """The run is complete: what happens from here on is no failure."""
+        self.over = True
+        self.thread.join()   # Trap: a thread that is in the store while Python ends aborts the process
+
+    def _uncaught(self, kind, error, trace):
+        if issubclass(kind, (Refusal, RunFailed)):
+            self.fail(str(error))
+        sys.__excepthook__(kind, error, trace)
+        why = f"{kind.__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        self.fail(self._who_died(why) if isinstance(error, RuntimeError) and in_collective(trace) else why)
+
+    def _who_died(self, why):
+        """A broken collective or a SIGTERM is mostly the echo of another rank's end: name that rank."""
+        try:
+            self.store.set("ending", "1")            # asks the guards of all ranks for a sign of life
+            self.store.set(f"ending/{self.rank}", "1")
+            until = time.monotonic() + GRACE_S / 2
+            while time.monotonic() < until:
+                if self.store.check(["failed"]):
+                    return why
+                time.sleep(WATCH_S)
+            # A living rank has put up its sign by now; one that was killed has not.
+            silent = [r for r in range(self.world) if not self.store.check([f"ending/{r}"])]
+            return f"rank {', '.join(map(str, silent))} died without a word; {why}" if silent else why
+        except RuntimeError:
+            return f"{why}; the store is gone"
+
+    @staticmethod
+    def _tell(text):
+        with contextlib.suppress(OSError, ValueError):   # the terminal may be gone, the log is still to end
+            sys.stderr.write(f"FAILED: {text}\n")
+            sys.stderr.flush()
+
+    def fail(self, why):
+        """Report, see to the log's last line, end this process with code 1. Never returns."""
+        if self.over:
+            os._exit(0)
+        if not self.once.acquire(blocking=False):
+            time.sleep(LAST_RESORT_S)    # another thread is ending this process
+        timer = threading.Timer(LAST_RESORT_S, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+        cause = f"rank {self.rank}: {why}"
+        store = self.store
+        try:
+            if store.add("failures", 1) == 1:
+                self._tell(cause)
+                store.set("failed", cause)
+            cause = store.get("failed").decode()
+        except RuntimeError:             # the store died with rank 0 or the launcher
+            store = None
+            self._tell(cause)
+        if self.log is not None:
+            self._end_log(f"FAILED {cause}".replace("\n", " "), store)
+        os._exit(1)
+
+    def _end_log(self, how, store):
+        """Rank 0 writes; if it does not, the lowest living rank does, since each waits a little longer."""
+        try:
+            if self.rank == 0:
+                self.log.end(how)
+                if store is not None:
+                    store.set("logged", "1")
+                return
+            until = time.monotonic() + GRACE_S + self.rank * WATCH_S
+            while time.monotonic() < until:
+                if store is not None and store.check(["logged"]):
+                    return
+                time.sleep(WATCH_S / 2)
+            self.log.end_for_rank_0(how)
+        except (OSError, RuntimeError) as e:
+            self._tell(f"rank {self.rank} cannot write the log: {e}")
+
+    def _watch(self):
+        while not self.over:
+            if select.select([self.ear], [], [], WATCH_S)[0]:
+                number = os.read(self.ear, 1)[0]
+                if number == signal.SIGINT:
+                    self.fail("interrupted (SIGINT)")
+                self.fail(self._who_died("told to stop by the launcher (SIGTERM)"))
+            try:
+                reported = self.store.check(["failed"])
+                if self.store.check(["ending"]):
+                    self.store.set(f"ending/{self.rank}", "1")
+            except RuntimeError:
+                if not self.over:
+                    self.fail("the store is gone, so rank 0 or the launcher is")
+                return
+            if reported:
+                self.fail("another rank failed")
+            if time.monotonic() - self.beat > self.limit_s:
+                self.fail(f"no progress for {self.limit_s} s: a rank hangs, or the machine is too slow; "
+                          f"step_limit_s=N (before the first step start_limit_s=N) gives more time")
+
+
+def say(text):
+    """Text for the terminal that belongs to no log."""
+    sys.stdout.write(f"{text}\n")
+
+
+def driver_version():
+    """Version of the NVIDIA driver, n/a where nvidia-smi does not tell it."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=LAST_RESORT_S,
+                              check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "n/a"
+
+
+def host_lines(comm):
+    """What the log's header says about the machine and the software."""
+    on_gpu = comm.device.type == "cuda"
+    device = torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
+    cuda = ""
+    if on_gpu:
+        cuda = (f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, Triton "
+                f"{metadata.version('triton')}, driver {driver_version()}")
+    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"
+    return [f"host: {comm.world} x {device}, {threads}",
+            f"software: {versions}{cuda}, {platform.system()} {platform.release()}"]
+
+
+def script_lines():
+    """Hash of this file and the commit it lies in; `git: none` outside a checkout."""
+    here = os.path.abspath(__file__)
+    with open(here, "rb") as f:
+        sha = hashlib.sha256(f.read()).hexdigest()
+    try:
+        git = subprocess.run(["git", "-C", os.path.dirname(here), "describe", "--always", "--dirty"],
+                             capture_output=True, text=True, timeout=GRACE_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        git = "none"
+    return [f"script: {sha}", f"git: {git}"]
+
+
+# ======== 3. Numbers ============================================================ budget 90 ====
+# Number formats and the registry of fast replacements, without knowledge of who uses them. A bf16 weight that an optimizer changes by less than
+# its last bit needs an fp32 master; it is kept as the bf16 weight itself and the 16 bits that it lacks, so
+# nothing is stored twice. The weight is the rounded master: a truncated one is biased towards zero.
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NORM_EPS = 2.0 ** -23        # fp32 epsilon, for bf16 inputs too: bf16's own would drown embeddings of 0.005
+HALF_ULP = 1 << 15           # half of bf16's last place, in the bits of an fp32
+LOW_BITS = 16
+
+
+def split_master(x):
+    """fp32 -> (hi bf16, lo int16) of the same shape: hi is x rounded to nearest, the two together are x."""
+    bits = x.view(torch.int32)
+    hi = (bits + HALF_ULP) >> LOW_BITS
+    return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << LOW_BITS)).to(torch.int16)
+
+
+def join_master(hi, lo):
+    """The fp32 that split_master took apart, bit for bit."""
+    bits = (hi.view(torch.int16).to(torch.int32) << LOW_BITS) + lo.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def rms_norm(x):
+    """x divided by its root mean square over the last axis, with no learned gain."""
+    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+
+
+@dataclass(frozen=True)
+class Fast:
+    """A replacement of a plain computation by the same computation, rounding aside; one row of FAST.
+
+    kind     bitwise: the same bits. reorder: the same formula, rounded elsewhere. approx: other numbers
+    ref      plain PyTorch, the specification; it runs anywhere
+    fast     what runs on a GPU
+    example  (rand, size) -> (arguments, keyword arguments) for both; rand(*shape) draws normal numbers, size is
+             "small" or "record"
+    tol      bound on |fast - ref| / |ref| in norm, of results, changed arguments and gradients in bf16
+    build    "": as it is. glue, step: compiled, glue only where gradients are wanted
+    """
+    kind: str
+    ref: object
+    fast: object
+    example: object
+    tol: float
+    build: str = ""
+
+
+FAST = {}                    # filled beside what it names, in sections 5 and 7
+
+
+def references():
+    """The plain computation of every row of FAST, by name: what `fast=none` and the CPU run."""
+    return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
+
+
+# ======== 4. Kernels ============================================================ budget 240 ====
+# Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
+# the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
+# tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
+
+EXAMPLE_T = {"small": 192, "record": 49_152}
+EXAMPLE_H, EXAMPLE_E, EXAMPLE_F, EXAMPLE_V = 6, 128, 2816, 50_304   # widths of the record
+EXAMPLE_CUT = 2.5            # a normal number above this begins a document: one in 161 tokens
+
+
+# ---- 4.1 attention: inside documents, over a window ----------------------------------------------
+
+ATTN_ROWS = {"cpu": 128, "cuda": 1024}   # queries that attention takes at once for windows up to this
+ATTN_MOST = 1024             # and at most, for any window
+
+
+class Documents:
+    """The documents of a stream. start: (T,) int32, where in the stream each token's document begins."""
+
+    def __init__(self, start):
+        self.start = start
+
+    @functools.cached_property
+    def bounds(self):
+        """Where the documents begin, and T: (n + 1,) int32. The host waits for the device to know n."""
+        position = torch.arange(len(self.start), device=self.start.device)
+        begins = (self.start == position).nonzero().squeeze(1)
+        return F.pad(begins, (0, 1), value=len(self.start)).int()
+
+    @functools.cached_property
+    def longest(self):
+        """Tokens of the longest document."""
+        return int(self.bounds.diff().max())
+
+
+def _attend(q, k, v, bias):
+    """Softmax attention of one block. q: (I, H, E), k, v: (J, H, E), bias: (I, J) fp32 -> (I, H, E)."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))                               # (H, ., E)
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) + bias     # (H, I, J)
+    return (scores.softmax(-1).type_as(v) @ v).transpose(0, 1)
+
+
+def attention_ref(q, k, v, documents, *, window):
+    """Causal attention inside documents over the last `window` tokens and the token itself.
+
+    math     y_i = sum_j softmax_j(q_i k_j) v_j over start[i] <= j and i - window <= j <= i
+    shapes   q, k, v, y: (T, H, E)
+    dtypes   that of q, k, v; scores in fp32
+    Blocks of queries look at the keys [first - window, stop); each is recomputed in the backward pass.
+    """
+    rows = min(ATTN_MOST, max(ATTN_ROWS[q.device.type], 2 ** math.ceil(math.log2(max(window, 1)))))
+    position = torch.arange(len(q), device=q.device)
+    outputs = []
+    for start in range(0, len(q), rows):
+        stop, first = min(start + rows, len(q)), max(start - window, 0)
+        i, j = position[start:stop, None], position[None, first:stop]
+        hidden = (j > i) | (j < i - window) | (j < documents.start[start:stop, None])
+        bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -math.inf)
+        block = (q[start:stop], k[first:stop], v[first:stop], bias)
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(_attend, *block, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outputs.append(_attend(*block))
+    return torch.cat(outputs)
+
+
+def attention(q, k, v, documents, *, window):
+    """attention_ref by FlashAttention 2 for documents of any number and length; bf16 or fp16."""
+    bounds, longest = documents.bounds, documents.longest
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=1.0, window_size=(window, 0))
+
+
+def _attention_example(rand, size):
+    T = EXAMPLE_T[size]
+    q, k, v = (rand(T, EXAMPLE_H, EXAMPLE_E) for _ in range(3))
+    position = torch.arange(T, device=q.device)
+    start = torch.where(rand(T) > EXAMPLE_CUT, position, 0).cummax(0).values.int()
+    return (q, k, v, Documents(start)), {"window": T // 64}
+
+
+FAST["attention"] = Fast("reorder", attention_ref, attention, _attention_example, tol=0.01)
+
+
+# ---- 4.2 add_rows: gradients of rows into a table -------------------------------------------------
+
+def add_rows_ref(grad, ids, dy):
+    """Add the rows dy (T, D) to the rows `ids` of grad, in place."""
+    grad.index_add_(0, ids, dy)
+
+
+def add_rows(grad, ids, dy):
+    """add_rows_ref that sums the rows of one id in fp32 before they are rounded to bf16."""
+    # Adding one by one into bf16 loses 1.8 % of the gradient of 49,152 tokens; this 0.15 %, in 0.57 ms
+    # against 0.31 (one H200, 2026-11).
+    grad += torch.ops.aten.embedding_dense_backward(dy, ids, len(grad), -1, False)
+
+
+def _add_rows_example(rand, size):
+    T = EXAMPLE_T[size]
+    dy = rand(T, EXAMPLE_H * EXAMPLE_E)
+    return (torch.zeros_like(dy), dy[:, 0].argsort().int() // 64, dy), {}      # 64 rows of every id
+
+
+FAST["add_rows"] = Fast("reorder", add_rows_ref, add_rows, _add_rows_example, tol=0.05)
+
+
+# ---- 4.3 loss_rows: soft-capped cross-entropy of a block of rows ----------------------------------
+
+CAP, CAP_SHIFT, CAP_SLOPE = 23.0, 5.0, 7.5   # logits l are capped to z = 23 sigmoid((l + 5) / 7.5), from [4]
+
+
+def loss_rows_ref(logits, targets, n_classes, wants_grad):
+    """(nll, dlogits) of a block of rows: the loss of each, and its gradient or None.
+
+    math     z = 23 sigmoid((l + 5) / 7.5);  nll = log(sum_{c < n_classes} exp z_c) - z_target
+    shapes   logits, dlogits: (rows, V); targets: (rows,) int64; nll: (rows,)
+    dtypes   softmax and nll at least fp32; dlogits as logits, which are overwritten
+    """
+    sig = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    y, shift, floor = targets[:, None], sig.new_tensor(CAP_SHIFT / CAP_SLOPE), sig.new_tensor(-CAP)
+    torch.add(shift, sig, alpha=1 / CAP_SLOPE, out=sig).sigmoid_()
+    p = torch.add(floor, sig, alpha=CAP).exp_()                                # z < 23: no maximum is needed
+    p[:, n_classes:] = 0
+    total = p.sum(1, keepdim=True)
+    nll = (total.log() + CAP - CAP * sig.gather(1, y)).squeeze(1)
+    if not wants_grad:
+        return nll, None
+    slope = CAP / CAP_SLOPE
+    p.mul_(slope / total).scatter_add_(1, y, torch.full_like(nll[:, None], -slope))   # slope dnll/dz
+    return nll, p.mul_(sig.addcmul_(sig, sig, value=-1)).type_as(logits)              # times sig (1 - sig)
+
+
+def loss_rows(logits, targets, n_classes, wants_grad):
+    """loss_rows_ref for the compiler, which makes it one pass over the logits."""
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    sig = torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SLOPE)
+    p = torch.exp(CAP * sig - CAP) * (classes < n_classes)
+    total = p.sum(1, keepdim=True)
+    nll = total.log() + CAP - CAP * sig.gather(1, targets[:, None])
+    if not wants_grad:
+        return nll.squeeze(1), None
+    is_target = (classes == targets[:, None]).float()
+    return nll.squeeze(1), ((p / total - is_target) * sig * (1 - sig) * (CAP / CAP_SLOPE)).type_as(logits)
+
+
+def _loss_rows_example(rand, size):
+    logits = rand(EXAMPLE_T[size] // 16, EXAMPLE_V)
+    return (logits, logits[:, 1:].argmax(1), EXAMPLE_V - 1, True), {}
+
+
+FAST["loss_rows"] = Fast("reorder", loss_rows_ref, loss_rows, _loss_rows_example, tol=0.01, build="step")
+
+
+# ======== 5. Ops ================================================================ budget 150 ====
+# What the model is made of: the small functions between the matrix products, which a GPU runs compiled, and
+# autograd around section 4. They know nothing of layers or steps.
+
+LOSS_ROWS = {"cpu": 128, "cuda": 4096}   # rows of logits at once; on a CPU they should stay in its cache
+
+
+# ---- 5.1 glue: small functions between the matrix products ---------------------------------------
+
+def documents(doc_start):
+    """What attention knows of a stream, see Documents; made once for all layers."""
+    return Documents(doc_start)
+
+
+def mix_norm(x, y, x0, mix_x, mix_x0):
+    """The input of a block and its norm: mix_x (x + y) + mix_x0 x0. x, y, x0: (T, D), mix: fp32 ()."""
+    x = mix_x.type_as(x) * (x + y) + mix_x0.type_as(x) * x0
+    return x, rms_norm(x)
+
+
+def relu2(z):
+    """relu(z) squared."""
+    return torch.relu(z).square()
+
+
+def rotate(x, turn):
+    """Turn adjacent pairs of channels, read as complex numbers, by the angle of the position.
+
+    x: (T, H, E)   turn: (T, 1, E/2, 2) fp32, real and imaginary part of exp(-i angle); 1 for pairs that have
+    no position.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    turned = torch.view_as_complex(wide) * torch.view_as_complex(turn)
+    return torch.view_as_real(turned).flatten(-2).type_as(x)
+
+
+def heads_ref(qk, turn, scale):
+    """(scale q, k) for attention, normed and rotated: (T, H, E) each. qk: (T, 2, H, E), scale: fp32 ()."""
+    q, k = (rotate(rms_norm(x), turn) for x in qk.unbind(1))
+    return scale * q, k
+
+
+def heads(qk, turn, scale):
+    """heads_ref for the compiler, which knows no complex numbers; rounds once, at the end."""
+    x = rms_norm(qk.float())
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)                                   # (T, 2, H, E/2)
+    c, s = turn[:, None].unbind(-1)
+    q, k = torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2).unbind(1)
+    return (scale * q).type_as(qk), k.type_as(qk)
+
+
+def _heads_example(rand, size):
+    T = EXAMPLE_T[size]
+    turn = F.normalize(rand(T, 1, EXAMPLE_E // 2, 2).float(), dim=-1)
+    return (rand(T, 2, EXAMPLE_H, EXAMPLE_E), turn, turn.new_tensor(0.1)), {}
+
+
+def _mix_norm_example(rand, size):
+    x, y, x0 = (rand(EXAMPLE_T[size], EXAMPLE_H * EXAMPLE_E) for _ in range(3))
+    return (x, y, x0, rand().float(), rand().float()), {}
+
+
+def _relu2_example(rand, size):
+    return (rand(EXAMPLE_T[size], EXAMPLE_F),), {}
+
+
+FAST["heads"] = Fast("reorder", heads_ref, heads, _heads_example, tol=0.01, build="glue")
+FAST["mix_norm"] = Fast("reorder", mix_norm, mix_norm, _mix_norm_example, tol=0.01, build="glue")
+FAST["relu2"] = Fast("reorder", relu2, relu2, _relu2_example, tol=0.01, build="glue")
+
+
+# ---- 5.2 tables: rows in, gradients of rows out --------------------------------------------------
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w, grad, ids, add):
+        ctx.grad, ctx.add = grad, add
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.add(ctx.grad, *ctx.saved_tensors, dy)
+        return None, None, None, None
+
+
+def lookup(w, grad, ids, add):
+    """Rows `ids` of the table w: (T, D). Their gradient is added to grad in place: a gradient of the table's
+    size for each of a step's micro-batches would cost more than the step on a CPU."""
+    return _Lookup.apply(w, grad, ids, add)
+
+
+# ---- 5.3 loss: soft-capped cross-entropy, one block of rows after the other ----------------------
+
+def softcap(logits):
+    """z = 23 sigmoid((l + 5) / 7.5): between 0 and 23 whatever the logits."""
+    return CAP * torch.sigmoid((logits + CAP_SHIFT) / CAP_SLOPE)
+
+
+class _SoftcapLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, targets, n_classes, rows_op):
+        rows = LOSS_ROWS[x.device.type]
+        wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        dx, dw = (torch.empty_like(x), torch.zeros_like(w)) if wants_grad else (None, None)
+        nll, logits = [], x.new_empty(min(rows, len(x)), len(w))
+        for start in range(0, len(x), rows):
+            here = slice(start, min(start + rows, len(x)))
+            block = torch.mm(x[here], w.T, out=logits[:here.stop - start])
+            some, dlogits = rows_op(block, targets[here], n_classes, wants_grad)
+            nll.append(some)
+            if wants_grad:
+                torch.mm(dlogits, w, out=dx[here])
+                dw.addmm_(dlogits.T, x[here])
+        ctx.save_for_backward(dx, dw)
+        return torch.cat(nll).sum()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx, dw = ctx.saved_tensors
+        return dx * dloss, dw * dloss, None, None, None
+
+
+def softcap_loss(x, w, targets, n_classes, rows_op):
+    """Sum over the rows of the cross-entropy of soft-capped logits, see loss_rows_ref.
+
+    x: (T, D), w: (V, D), targets: (T,) int64. The gradient has a closed form and is made with the loss, one
+    block of rows after the other.
+    """
+    return _SoftcapLoss.apply(x, w, targets, n_classes, rows_op)
+
+
+# ======== 6. Model ============================================================== budget 300 ====
+# The network: a table with one row per layer, the weights, the forward pass over one flat stream, and one
+# row per parameter that tells the optimizer how to treat it. Nothing here knows the step, the world size
+# or the optimizer. Matrices of one kind and shape lie in one bank (N, R, C), N padded to a multiple of 8, so
+# that every legal world size gives each rank the same number of whole matrices.
+
+GATE_INPUTS = 12             # channels of the normed stream that a value gate reads
+INIT_LINEAR = 3.0 ** 0.5 / 2   # uniform bound of a matrix, times fan_in ** -0.5, from [4]
+INIT_HEAD = 0.005
+INIT_VALUE = 0.01
+SEED_BYTES = 7               # of a hash; torch takes seeds below 2^63
+BANK_MULTIPLE = max(WORLDS)
+
+
+@dataclass(frozen=True)
+class Layer:
+    window: str              # "short" or "long"
+    has_value: bool          # adds gated value embeddings to v
+
+
+LAYERS = (
+    #     window   value embedding
+    Layer("short", False),
+    Layer("short", True),
+    Layer("short", True),
+    Layer("long",  False),
+    Layer("short", False),
+    Layer("short", False),
+    Layer("short", False),
+    Layer("short", False),
+    Layer("short", True),
+    Layer("short", True),
+    Layer("long",  False),
+)
+N_VALUES = sum(layer.has_value for layer in LAYERS)
+
+
+@dataclass(frozen=True)
+class View:
+    """What attention knows of a stage: windows in tokens, softmax scale (), rotary table, see rotate."""
+    short: int
+    long: int
+    scale: Tensor
+    turn: Tensor
+
+
+@dataclass(frozen=True)
+class ParamRow:
+    """How the optimizer treats one parameter.
+
+    kind     bank: Muon, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank
+    lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
+    wd_mul   factor on the weight decay
+    """
+    name: str
+    param: nn.Parameter
+    kind: str
+    lr_mul: object
+    betas: tuple
+    wd_mul: float
+
+
+def padded(n):
+    """n, rounded up so that every legal world size divides it."""
+    return -(-n // BANK_MULTIPLE) * BANK_MULTIPLE
+
+
+def drawn(cfg, name, shape, spread, kind, device):
+    """Initial values that depend on the seed and the name alone: `uniform` within spread, or `normal`."""
+    if device.type == "meta":    # only shapes are wanted
+        return torch.empty(shape, device=device)
+    digest = hashlib.sha256(f"{cfg.seed}/{name}".encode()).digest()
+    rand = torch.Generator().manual_seed(int.from_bytes(digest[:SEED_BYTES], "little"))
+    x = torch.empty(shape)
+    if kind == "uniform":
+        return x.uniform_(-spread, spread, generator=rand)
+    return x.normal_(0, spread, generator=rand)
+
+
+class Model(nn.Module):
+    """Rows of the banks: qk holds, per layer, the H/2 head pairs of Q and then of K; vo holds V and O, mlp up
+    and down. Down is stored like up, (F, D), and used from the other side."""
+
+    def __init__(self, cfg, device, ops=None):
+        super().__init__()
+        self.n_heads, self.d_head, self.ops = cfg.n_heads, cfg.d_head, ops or references()
+        D, L, dtype = cfg.d_model, len(LAYERS), DTYPES[cfg.dtype]
+        bound = INIT_LINEAR * D ** -0.5
+
+        def weight(name, shape, spread, kind, live=None):
+            x = drawn(cfg, name, shape, spread, kind, device)
+            x[live or len(x):] = 0                             # the padding of a bank
+            setattr(self, name, nn.Parameter(x.to(device, dtype)))
+
+        weight("w_embed", (VOCAB_PADDED, D), INIT_HEAD, "normal")
+        weight("w_head", (VOCAB_PADDED, D), INIT_HEAD, "normal")
+        weight("w_value", (N_VALUES * VOCAB_PADDED, D), INIT_VALUE, "normal")
+        weight("qk", (padded(L * self.n_heads), 2 * self.d_head, D), bound, "uniform", L * self.n_heads)
+        weight("vo", (padded(2 * L), D, D), bound, "uniform", 2 * L)
+        weight("mlp", (padded(2 * L), cfg.d_mlp, D), bound, "uniform", 2 * L)
+        with torch.no_grad():
+            self.mlp.view(-1, 2, cfg.d_mlp, D)[:, 1] = 0       # down: at first an MLP adds nothing
+        self.mix_x = nn.Parameter(torch.ones(L, device=device))        # the stream's factor into a block
+        self.mix_x0 = nn.Parameter(torch.zeros(L, device=device))      # the first embedding's
+        self.gate_value = nn.Parameter(torch.zeros(N_VALUES, self.n_heads, GATE_INPUTS, device=device))
+
+    def forward(self, tokens, targets, doc_start, view, n_classes=VOCAB_PADDED):
+        """Summed cross-entropy of one stream: tokens, doc_start (T,) int32, targets (T,) int64 -> fp32."""
+        x = self.stream(tokens, doc_start, view)
+        return softcap_loss(x, self.w_head, targets, n_classes, self.ops.loss_rows)
+
+    def logits(self, tokens, doc_start, view):
+        """Soft-capped logits of the last token of a stream: (VOCAB,)."""
+        x = self.stream(tokens, doc_start, view)[-1]
+        return softcap(F.linear(x, self.w_head[:VOCAB]).float())
+
+    def stream(self, tokens, doc_start, view):
+        """What the head reads: the normed residual stream behind the last layer, (T, D)."""
+        ops, docs = self.ops, documents(doc_start)
+        x0 = rms_norm(lookup(self.w_embed, self.w_embed.grad, tokens, ops.add_rows))                # (T, D)
+        qk = self.qk[:len(LAYERS) * self.n_heads].unflatten(0, (len(LAYERS), -1)).flatten(1, 2).unbind(0)
+        vo, mlp = self.vo.unbind(0), self.mlp.unbind(0)
+        mix_x, mix_x0 = self.mix_x.unbind(0), self.mix_x0.unbind(0)
+        x, y, n_values = x0, torch.zeros_like(x0), 0
+        for i, layer in enumerate(LAYERS):
+            x, h = ops.mix_norm(x, y, x0, mix_x[i], mix_x0[i])
+            v = F.linear(h, vo[2 * i])
+            if layer.has_value:
+                v = v + self.gated_value(h, tokens, n_values)
+                n_values += 1
+            y = self.attend(h, qk[i], v, docs, view=view, layer=layer)
+            x = x + F.linear(y, vo[2 * i + 1])
+            z = F.linear(rms_norm(x), mlp[2 * i])                                  # (T, F)
+            y = ops.relu2(z) @ mlp[2 * i + 1]                                      # down is stored like up
+        return rms_norm(x + y)
+
+    def gated_value(self, h, tokens, which):
+        """Value embeddings of table `which`, times a gate in (0, 2) per token and head: (T, D)."""
+        w, grad = self.w_value, self.w_value.grad
+        w, grad = (x if x is None else x.unflatten(0, (N_VALUES, -1))[which] for x in (w, grad))
+        rows = lookup(w, grad, tokens, self.ops.add_rows)
+        w_gate = self.gate_value[which].type_as(h)
+        gate = 2 * torch.sigmoid(F.linear(h[:, :GATE_INPUTS], w_gate))               # (T, H)
+        return (rows.unflatten(1, (self.n_heads, -1)) * gate[:, :, None]).flatten(1)
+
+    def attend(self, h, w_qk, v, docs, *, view, layer):
+        """Attention of one layer before its output projection: (T, D)."""
+        qk = F.linear(h, w_qk).unflatten(1, (2, self.n_heads, self.d_head))
+        q, k = self.ops.heads(qk, view.turn, view.scale)                                         # (T, H, E)
+        window = view.long if layer.window == "long" else view.short
+        v = v.unflatten(1, (self.n_heads, self.d_head))
+        return self.ops.attention(q, k, v, docs, window=window).flatten(1)
+
+
+PARAMS = (                   # in the order in which their gradients are sent; rates from [4]
+    # name         kind     lr_mul  betas          wd_mul
+    ("qk",         "bank",  1.0,    None,          1.0),
+    ("vo",         "bank",  1.0,    None,          1.0),
+    ("mlp",        "bank",  1.0,    None,          1.0),
+    ("w_head",     "table", 1.0,    (0.5, 0.95),   150.0),
+    ("w_embed",    "table", 1.0,    (0.5, 0.95),   150.0),
+    ("w_value",    "table", 70.0,   (0.75, 0.95),  5.0),
+    ("mix_x",      "small", 5.0,    (0.9, 0.95),   0.0),
+    ("mix_x0",     "small", 5.0,    (0.9, 0.95),   0.0),
+    ("gate_value", "small", 1.0,    (0.9, 0.99),   1.0),
+)
+
+
+def param_table(model, cfg):
+    """One ParamRow for every parameter of the model."""
+    rows = {name: ParamRow(name, getattr(model, name), *rest) for name, *rest in PARAMS}
+    # Muon's factor max(1, R / C) ** 0.5 for tall matrices, and down learns twice as fast as up [4]
+    up = max(1.0, cfg.d_mlp / cfg.d_model) ** 0.5
+    lr_mul = torch.tensor([up, 2 * up], device=model.mlp.device).repeat(len(model.mlp) // 2)[:, None, None]
+    rows["mlp"] = replace(rows["mlp"], lr_mul=lr_mul)
+    astray = {name for name, _ in model.named_parameters()} ^ set(rows)
+    if astray:
+        raise RuntimeError(f"PARAMS and the model disagree about {', '.join(sorted(astray))}")
+    return list(rows.values())
+
+
+# ======== 7. Optimizers ========================================================= budget 300 ====
+# Muon [1] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
+# (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
+# (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
+# (3) A rank updates only its own slice of a bank or table, then sends it to all; small parameters live in
+#     one flat vector that every rank updates alike. So all ranks hold equal weights after every step.
+# (4) Weights, gradients and states stay at their addresses for the whole run.
+# (5) A zero gradient gives a zero update; decay remains.
+
+POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 rounds
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+POLAR_MARGIN, POLAR_FLOOR = 1.02, 1e-6
+TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
+TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
+
+
+# ---- 7.1 update rules: of one tensor, without communication --------------------------------------
+
+def polar(g):
+    """About U V.T where U S V.T = g: the semi-orthogonal matrix next to g, for each of (N, R, C).
+
+    Each round maps a singular value s to s (a + b s^2 + c s^4) [2]; five of them take [0.003, 1] to
+    [0.86, 1.14]. The matrix is multiplied from its shorter side.
+    """
+    norm = torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True, dtype=torch.promote_types(g.dtype, torch.float32))
+    x = g / (norm * POLAR_MARGIN + POLAR_FLOOR).type_as(g)
+    wide = x.size(1) <= x.size(2)
+    for a, b, c in POLAR_STEPS:
+        gram = x @ x.mT if wide else x.mT @ x
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, poly, x, beta=a) if wide else torch.baddbmm(x, x, poly, beta=a)
+    return x
+
+
+def muon_momentum(g, m, mu, share, dtype):
+    """What Muon orthogonalises: Nesterov momentum of share g, in dtype; m changes in place.
+
+    g: (N, R, C), m: fp32 of that shape, mu: fp32 (), share: a number.
+    """
+    g = g.float() * share
+    m.lerp_(g, 1 - mu)
+    return g.lerp(m, mu).to(dtype)
+
+
+def muon_apply(p, lo, u, lr, wd):
+    """Take lr u off the weights p, and decay them where that pulls the same way [6]; p and lo change in place.
+
+    p, u: (N, R, C); lo: int16, the low bits of p's master, or None; lr: () or (N, 1, 1), wd: (), fp32.
+    """
+    master = p if lo is None else join_master(p, lo)
+    agrees = u * master >= 0
+    new = master - lr * (u + wd * master * agrees)
+    for kept, half in zip((p, lo), (new,) if lo is None else split_master(new)):
+        kept.copy_(half)
+
+
+def adam_step(p, g, m, m2, rate, decay, *, betas, eps, share):
+    """One Adam step with the gradient share g; p, m and m2 change in place.
+
+    m, m2: fp32, p, g: any dtype, rate, decay: fp32 (). rate holds the bias correction, see Optimizer; as in
+    [4], eps is added before it, and the decay is wd * lr * lr, cautious [6].
+    """
+    beta1, beta2 = betas
+    g = g.float() * share
+    m.lerp_(g, 1 - beta1)
+    m2.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    u = m / m2.sqrt().add_(eps)
+    agrees = u * p > 0
+    p.sub_(u.mul_(rate).add_((p * agrees).mul_(decay)))
+
+
+def _muon_momentum_example(rand, size):
+    g = rand(EXAMPLE_T[size] // 64, EXAMPLE_E, EXAMPLE_E)
+    return (g, rand(*g.shape).float(), rand().float().sigmoid(), 0.5, g.dtype), {}
+
+
+def _muon_apply_example(rand, size):
+    p = rand(EXAMPLE_T[size] // 64, EXAMPLE_E, EXAMPLE_E).bfloat16()
+    lr = rand(len(p), 1, 1).float() / 16
+    return (p, torch.zeros_like(p, dtype=torch.int16), rand(*p.shape), lr, lr.mean()), {}
+
+
+def _adam_step_example(rand, size):
+    p, g = (rand(EXAMPLE_T[size], EXAMPLE_E) for _ in range(2))
+    m, m2, rate = rand(*p.shape).float(), rand(*p.shape).float().square(), rand().float()
+    return (p, g, m, m2, rate, rate / 16), {"betas": (0.5, 0.75), "eps": 2.0 ** -16, "share": 0.5}
+
+
+FAST.update(
+    muon_momentum=Fast("reorder", muon_momentum, muon_momentum, _muon_momentum_example, 0.01, build="step"),
+    muon_apply=Fast("reorder", muon_apply, muon_apply, _muon_apply_example, tol=0.01, build="step"),
+    adam_step=Fast("reorder", adam_step, adam_step, _adam_step_example, tol=0.01, build="step"),
+)
+
+
+# ---- 7.2 Optimizer: all tensors, spread over the ranks -------------------------------------------
+
+class Optimizer:
+    """Owns the gradients and states of the parameters of a table of rows (see ParamRow for its fields)."""
+
+    def __init__(self, rows, comm, *, n_micro, muon_lr, muon_wd, adam_lr, adam_wd, adam_eps, ops=None):
+        self.comm, self.share, self.n_adam, self.ops = comm, 1 / n_micro, 0, ops or references()
+        self.muon_lr, self.muon_wd = muon_lr, muon_wd
+        self.adam_lr, self.adam_wd, self.adam_eps = adam_lr, adam_wd, adam_eps
+        self.banks = [row for row in rows if row.kind == "bank"]
+        self.tables = [row for row in rows if row.kind == "table"]
+        self.small = [row for row in rows if row.kind == "small"]
+        self.state = {}
+        for row in self.banks + self.tables:
+            row.param.grad = torch.zeros_like(row.param)
+            self.state[row.name] = self._shard_state(row)
+        self._flatten_small()
+
+    def _shard_state(self, row):
+        """States of this rank's slice of a bank or table, zero: momentum m, second moment m2, low bits lo."""
+        mine = self._mine(row.param.data)
+        state = {"m": torch.zeros_like(mine, dtype=torch.float32)}
+        if row.kind == "table":
+            state["m2"] = torch.zeros_like(state["m"])
+        elif mine.dtype == torch.bfloat16:
+            state["lo"] = torch.zeros_like(mine, dtype=torch.int16)   # the master's lower bits
+        return state
+
+    def _mine(self, x):
+        """This rank's slice of a bank, a table or what goes with it."""
+        return x.chunk(self.comm.world)[self.comm.rank]
+
+    def _flatten_small(self):
+        """Move the small parameters into one vector, and their gradients into one that ends in the tail."""
+        sizes = [row.param.numel() for row in self.small]
+        self.flat = torch.cat([row.param.data.flatten() for row in self.small])
+        self.flat_grad = self.flat.new_zeros(sum(sizes) + math.prod(TAIL))
+        self.tail = self.flat_grad[sum(sizes):].view(TAIL)
+        self.flat_state = {"m": torch.zeros_like(self.flat), "m2": torch.zeros_like(self.flat)}
+        grads = self.flat_grad[:sum(sizes)]
+        for row, p, g in zip(self.small, self.flat.split(sizes), grads.split(sizes)):
+            row.param.data, row.param.grad = p.view_as(row.param), g.view_as(row.param)
+
+    def tensors(self):
+        """Everything that a step changes but the count of Adam steps: weights, gradients, states."""
+        big = [x for row in self.banks + self.tables for x in (row.param.data, row.param.grad)]
+        states = [x for state in (*self.state.values(), self.flat_state) for x in state.values()]
+        return big + states + [self.flat, self.flat_grad]
+
+    @torch.no_grad()
+    def step(self, step, lr, mu):
+        """Reduce the gradients, update, send the weights. lr: factor on all rates; mu: momentum of Muon."""
+        adam = step % 2 == 1
+        sharded = self.banks + self.tables if adam else self.banks
+        # All reductions start before the first update, so that they can hide behind it (on a GPU).
+        sent = [self.comm.reduce_scatter(row.param.grad) for row in sharded]
+        flat = self.comm.all_reduce(self.flat_grad) if adam else None
+        gathers = []
+        self.n_adam += adam
+        for row, (pending, g) in zip(sharded, sent):
+            pending.wait()
+            if row.kind == "bank":
+                self._update_bank(row, g, lr, mu)
+            else:
+                self._update_table(row, g, lr)
+            gathers.append(self.comm.all_gather(row.param.data))
+        if adam:
+            flat.wait()
+            self._update_small(lr)
+        for pending in gathers:
+            pending.wait()
+        for row in sharded:
+            row.param.grad.zero_()
+
+    def _update_bank(self, row, g, lr, mu):
+        p, state, rate = self._mine(row.param.data), self.state[row.name], self.muon_lr * lr
+        lr_mul = self._mine(row.lr_mul) if isinstance(row.lr_mul, Tensor) else row.lr_mul
+        mu, rate = (torch.full((), x, device=p.device) for x in (mu, rate))   # tensors: a number compiles anew
+        u = polar(self.ops.muon_momentum(g, state["m"], mu, self.share, p.dtype))
+        self.ops.muon_apply(p, state.get("lo"), u, rate * lr_mul, self.muon_wd * rate * row.wd_mul)
+
+    def _adam(self, row, p, g, m, m2, lr, op):
+        """One Adam step of tensors that the row's settings hold for."""
+        lr, (beta1, beta2) = self.adam_lr * row.lr_mul * lr, row.betas
+        rate = lr * (1 - beta2 ** self.n_adam) ** 0.5 / (1 - beta1 ** self.n_adam)
+        rate, decay = (torch.full((), x, device=p.device) for x in (rate, lr * lr * self.adam_wd * row.wd_mul))
+        op(p, g, m, m2, rate, decay, betas=row.betas, eps=self.adam_eps, share=self.share)
+
+    def _update_table(self, row, g, lr):
+        """Adam on this rank's rows, some at a time: 5 times faster on a CPU than all at once (2026-11)."""
+        whole = (self._mine(row.param.data), g, *self.state[row.name].values())
+        for some in zip(*(x.split(TABLE_ROWS[g.device.type]) for x in whole)):
+            self._adam(row, *some, lr, self.ops.adam_step)
+
+    def _update_small(self, lr):
+        """Adam on the flat vector, piece by piece because the pieces have rates of their own."""
+        at = 0
+        for row in self.small:
+            here = slice(at, at := at + row.param.numel())
+            whole = self.flat, self.flat_grad, *self.flat_state.values()
+            self._adam(row, *(x[here] for x in whole), lr, adam_step)
+        self.flat_grad[:len(self.flat)] = 0
+
+
+# ======== 8. Data =============================================================== budget 430 ====
+# Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
+# All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
+# skipped. What a micro-batch holds is a function of its number in the run alone: not of the rank, the world
+# size, thread timing or validation. A worker thread prepares the next steps; it never issues collectives.
+
+SHARD_MAGIC, SHARD_VERSION = 20240520, 1
+SHARD_HEADER_BYTES = 1024
+OTHER_MAGICS = {20240801: "a Llama 3 shard of uint32 tokens"}
+HEADER_WORDS = 3
+CHECK_TOKENS = 1_000_000     # of each shard, looked at before the start
+INDEX_TOKENS = 1 << 22       # document starts are searched in pieces of this many tokens
+N_SLOTS = 3                  # batches in host memory: one being filled, one ready, one being copied
+PEEK_BYTES = 64
+SHOWN_BYTES = 16
+LFS_HEAD = b"version https://git-lfs"
+FIX_DATA = "python data/cached_fineweb10B.py fetches FineWeb again"
+
+
+# ---- 8.1 shards: opening and checking them before anything slow ----------------------------------
+
+def files_of(pattern, name):
+    """The files that a path pattern names, sorted. Raises Refusal where there is none."""
+    paths = sorted(glob.glob(pattern))
+    if not paths:
+        raise Refusal(f"{name}={pattern}: no such file, seen from {os.getcwd()}. Fetch FineWeb with "
+                      f"python data/cached_fineweb10B.py 9, or give other shards with {name}=PATTERN.")
+    return paths
+
+
+def looks_like(head):
+    """A guess at what a file is that is no shard."""
+    if head.startswith(LFS_HEAD):
+        return "a Git LFS pointer: the clone did not fetch the file itself"
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "a web page, as a failed download leaves it"
+    if not head:
+        return "an empty file"
+    return f"something that begins with {head[:SHOWN_BYTES]!r}"
+
+
+def open_shard(path):
+    """The tokens of a shard as a read-only memory map, uint16 (n,). Raises Refusal unless it is whole."""
+    try:
+        n_bytes = os.path.getsize(path)
+        with open(path, "rb") as f:
+            head = f.read(PEEK_BYTES)
+    except OSError as e:
+        raise Refusal(f"{path}: cannot be read ({e.strerror}).") from None
+    if n_bytes < SHARD_HEADER_BYTES or head.startswith(LFS_HEAD):
+        raise Refusal(f"{path} is no token shard: {n_bytes:,} bytes, {looks_like(head)}. {FIX_DATA}.")
+    magic, version, claimed = np.frombuffer(head, "<i4", HEADER_WORDS).tolist()
+    if magic != SHARD_MAGIC:
+        what = OTHER_MAGICS.get(magic) or looks_like(head)
+        raise Refusal(f"{path} is no token shard: its magic number is {magic}, want {SHARD_MAGIC}; "
+                      f"it is {what}. {FIX_DATA}.")
+    if version != SHARD_VERSION:
+        raise Refusal(f"{path}: version {version}, want {SHARD_VERSION}. {FIX_DATA}.")
+    present, half = divmod(n_bytes - SHARD_HEADER_BYTES, 2)
+    if (present, half) != (claimed, 0):
+        raise Refusal(f"{path}: its header claims {claimed:,} tokens, present are {present:,}"
+                      f"{' and a half' if half else ''}; it was cut short or added to. {FIX_DATA}.")
+    return np.memmap(path, "<u2", "r", SHARD_HEADER_BYTES, (claimed,)) if claimed else np.zeros(0, "<u2")
+
+
+def check_range(tokens, where):
+    """Raise Refusal at the first id that is no token."""
+    if len(tokens) and int(tokens.max()) >= VOCAB:
+        at = int(np.argmax(tokens >= VOCAB))
+        raise Refusal(f"{where}: id {int(tokens[at])} at token {at}, but the vocabulary has {VOCAB} ids "
+                      f"(padded to {VOCAB_PADDED}). It was made with another tokenizer than GPT-2's.")
+
+
+def check_ids(path, tokens):
+    """Check the ids of a shard's first million tokens. Returns the position of the first BOS, or -1."""
+    looked = np.asarray(tokens[:CHECK_TOKENS])
+    check_range(looked, path)
+    starts = np.flatnonzero(looked == BOS)
+    return int(starts[0]) if len(starts) else -1
+
+
+def check_train_shard(path, tokens):
+    """Raise Refusal unless documents begin early in the shard. Returns the tokens from the first one on."""
+    first, looked = check_ids(path, tokens), min(len(tokens), CHECK_TOKENS)
+    if first < 0 or first > looked // 2:
+        found = f"{'no' if first < 0 else 'the first'} document start (BOS, id {BOS})"
+        where = f"in the first {looked:,}" if first < 0 else f"is token {first:,}"
+        raise Refusal(f"{path}: {found} {where} of {len(tokens):,} tokens. Every document must begin with "
+                      f"{BOS}, as in GPT-2 shards; python data/tokenize_text.py makes such shards.")
+    return len(tokens) - first
+
+
+def check_amounts(cfg, n_train, n_val):
+    """Refuse a run that the tokens present cannot feed; documents cut to size only make it hungrier."""
+    ends = cfg.stage_ends
+    steps = [min(end, cfg.n_run) - min(start, cfg.n_run) for start, end in zip((0, *ends), ends)]
+    needed = sum(n * cfg.n_micro * (stage.T + 1) for n, stage in zip(steps, cfg.stages))
+    if n_train < needed and not cfg.repeat:
+        raise Refusal(f"{cfg.n_run} steps need at least {needed:,} training tokens, present are {n_train:,} "
+                      f"in {cfg.train_files}. Fetch more shards (python data/cached_fineweb10B.py N), take "
+                      f"fewer steps with stop=K, or allow repetition with repeat=true.")
+    if n_val < cfg.val_tokens + 1:
+        fits = max(n_val - 1, 0) // cfg.val_seq * cfg.val_seq
+        cure = f"val_tokens={fits}" if fits else "a smaller val_seq and val_tokens"
+        raise Refusal(f"val_tokens={cfg.val_tokens} needs {cfg.val_tokens + 1:,} tokens, present are "
+                      f"{n_val:,} in {cfg.val_files}. Take {cure}.")
+
+
+def check_files(cfg, comm):
+    """Check every shard before anything slow: headers and sizes on every rank, ids shared out over the ranks.
+
+    Raises the same Refusal on every rank. Returns the usable number of training tokens.
+    """
+    try:
+        paths = files_of(cfg.train_files, "train_files"), files_of(cfg.val_files, "val_files")
+        train, val = ([(path, open_shard(path)) for path in group] for group in paths)
+        for path, tokens in val:
+            twin = [other for other, same in train if os.path.samefile(path, other)   # or is a copy of it
+                    or len(tokens) == len(same) and (tokens[:CHECK_TOKENS] == same[:CHECK_TOKENS]).all()]
+            if twin:
+                raise Refusal(f"{path} is among the validation files and the training files ({twin[0]}). "
+                              f"Give disjoint val_files and train_files.")
+        sizes = [check_train_shard(*shard) for shard in train[comm.rank::comm.world]]
+        for shard in val[comm.rank::comm.world]:
+            check_ids(*shard)
+        check_amounts(cfg, sum(len(tokens) for _, tokens in train), sum(len(tokens) for _, tokens in val))
+        verdict = sum(sizes), None
+    except Refusal as e:
+        verdict = 0, str(e)
+    verdicts = comm.collect(verdict)
+    trouble = [text for _, text in verdicts if text]
+    if trouble:
+        raise Refusal(trouble[0])
+    return sum(n for n, _ in verdicts)
+
+
+# ---- 8.2 documents: packing them into micro-batches, finding and reading them --------------------
+
+def pack(start, stop, first, n_tokens, max_doc):
+    """Take documents from number `first` on until they hold n_tokens + 1 tokens.
+
+    start, stop   int64 arrays: where each document begins and ends
+    returns       (begins, lengths, next document), or None if the documents do not suffice
+    Each document is cut to max_doc, the last one to fit; what is cut off is dropped, so every span begins
+    with BOS. The + 1 is there because targets are the inputs shifted by one.
+    """
+    some = slice(first, first + n_tokens + 1)
+    lengths = np.minimum(stop[some] - start[some], max_doc)
+    filled = np.cumsum(lengths)
+    last = int(np.searchsorted(filled, n_tokens + 1))
+    if last == len(filled):
+        return None
+    lengths = lengths[:last + 1]
+    lengths[-1] -= filled[last] - (n_tokens + 1)
+    return start[first:first + last + 1], lengths, first + last + 1
+
+
+class Corpus:
+    """The documents of all training files in order, found piece by piece as the run needs them."""
+
+    def __init__(self, paths, repeat):
+        self.paths, self.repeat = paths, repeat
+        self.shards = [open_shard(path) for path in paths]
+        self.offsets = np.cumsum([0] + [len(tokens) for tokens in self.shards])   # of each shard in the whole
+        self.start, self.stop = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.looked = 0              # tokens of the whole that have been searched for document starts
+        self.open = None             # start of the document whose end has not been found
+        self.next_doc, self.epoch_docs = 0, None
+
+    def find_more(self):
+        """Search the next piece for document starts. False when there is none left."""
+        if self.looked == self.offsets[-1]:
+            return False
+        shard = int(np.searchsorted(self.offsets, self.looked, "right")) - 1
+        low, end = self.offsets[shard], self.offsets[shard + 1]
+        upto = min(self.looked + INDEX_TOKENS, end)
+        starts = np.flatnonzero(self.shards[shard][self.looked - low:upto - low] == BOS) + self.looked
+        if self.open is not None:
+            starts = np.concatenate(([self.open], starts))
+        stops = starts[1:]
+        self.open = starts[-1] if len(starts) else None
+        if upto == end and self.open is not None:   # a document ends with its file
+            stops, self.open = np.append(stops, end), None
+        self.start = np.concatenate((self.start, starts[:len(stops)]))
+        self.stop = np.concatenate((self.stop, stops))
+        self.looked = upto
+        return True
+
+    def take(self, n_tokens, max_doc):
+        """Spans of the next micro-batch, as pack returns them; the same whoever asks, if asked in order."""
+        while (spans := pack(self.start, self.stop, self.next_doc, n_tokens, max_doc)) is None:
+            if self.find_more():
+                continue
+            if not self.repeat or not len(self.start):
+                raise RunFailed(
+                    f"the training data is at an end: {len(self.start):,} documents, {self.offsets[-1]:,} "
+                    f"tokens in {len(self.paths)} file(s), of documents longer than {max_doc} only that "
+                    f"many. Fetch more shards or allow repetition with repeat=true.")
+            self.epoch_docs = self.epoch_docs or len(self.start)   # the whole list once more, behind the end
+            self.start = np.concatenate((self.start, self.start[:self.epoch_docs]))
+            self.stop = np.concatenate((self.stop, self.stop[:self.epoch_docs]))
+        begins, lengths, self.next_doc = spans
+        return begins, lengths
+
+    @property
+    def epoch(self):
+        """Epoch of the last document taken, from 1."""
+        return 1 + (self.next_doc - 1) // self.epoch_docs if self.epoch_docs else 1
+
+    def read(self, begins, lengths):
+        """The tokens of spans, one behind the other: uint16. Checks their ids."""
+        out, at = np.empty(int(lengths.sum()), np.uint16), 0
+        for begin, n in zip(begins.tolist(), lengths.tolist()):
+            shard = int(np.searchsorted(self.offsets, begin, "right")) - 1
+            low = begin - int(self.offsets[shard])
+            out[at:at + n] = self.shards[shard][low:low + n]
+            at += n
+        if int(out.max()) >= VOCAB:
+            check_range(np.asarray(self.shards[shard]), self.paths[shard])
+            check_range(out, f"a batch from {self.paths[shard]} and the file before")
+        return out
+
+
+# ---- 8.3 validation: streams and what they are compared with -------------------------------------
+
+def doc_starts(tokens):
+    """Stream position of the BOS of each token's document, 0 before the first one: int32 (T,)."""
+    position = np.arange(len(tokens), dtype=np.int32)
+    return np.maximum.accumulate(np.where(tokens == BOS, position, 0))
+
+
+def validation_tokens(cfg):
+    """The first val_tokens + 1 tokens of the validation files: uint16."""
+    shards = [open_shard(path) for path in files_of(cfg.val_files, "val_files")]
+    return np.concatenate([shard[:cfg.val_tokens + 1] for shard in shards])[:cfg.val_tokens + 1]
+
+
+def unigram_loss(cfg):
+    """Cross-entropy of the validation targets under token frequencies alone.
+
+    Frequencies are those of the first training shard's first million tokens, each count plus one. A model
+    below this number makes use of context.
+    """
+    train = open_shard(files_of(cfg.train_files, "train_files")[0])[:CHECK_TOKENS]
+    targets = validation_tokens(cfg)[1:]
+    counts = np.bincount(train, minlength=VOCAB) + 1.0
+    return -float(np.log(counts / counts.sum())[targets].mean())
+
+
+def read_validation(cfg, comm):
+    """This rank's validation streams: [(tokens, targets, doc_start), ...] tensors on the CPU, in order.
+
+    Stream i of val_tokens / val_seq goes to rank i mod world. Streams do not begin at a document's start.
+    """
+    flat, streams = validation_tokens(cfg), []
+    for i in range(comm.rank, cfg.val_tokens // cfg.val_seq, comm.world):
+        piece = flat[i * cfg.val_seq:(i + 1) * cfg.val_seq + 1]
+        check_range(piece, f"stream {i} of {cfg.val_files}")
+        inputs, targets = piece[:-1].astype(np.int32), piece[1:].astype(np.int64)
+        streams.append(tuple(map(torch.from_numpy, (inputs, targets, doc_starts(inputs)))))
+    return streams
+
+
+# ---- 8.4 Loader: the worker thread ---------------------------------------------------------------
+
+class Loader:
+    """Prepares the batches of a plan on a worker thread, while the clock runs.
+
+    plan: one (T, max_doc) per step. A batch is this rank's micro-batches of one step: tokens, targets and
+    doc_start, (n, T) each, at fixed addresses on the device. A host slot is filled again only when the copy
+    that read it has finished; without that the next batch would overwrite the one in flight.
+    """
+
+    def __init__(self, cfg, comm, plan):
+        self.corpus = Corpus(files_of(cfg.train_files, "train_files"), cfg.repeat)
+        self.plan, self.n_micro, self.device = plan, cfg.n_micro, comm.device
+        n = cfg.n_micro // comm.world
+        self.mine = range(comm.rank * n, (comm.rank + 1) * n)
+        size, on_gpu = n * max(T for T, _ in plan), comm.device.type == "cuda"
+        kinds = (torch.int32, torch.int64, torch.int32)
+        self.slots = [[torch.empty(size, dtype=t, pin_memory=on_gpu) for t in kinds] for _ in range(N_SLOTS)]
+        self.on_device = [torch.empty(size, dtype=t, device=comm.device) for t in kinds]
+        # A slot goes round: free, filled by the worker, ready, copied by next(), and free again.
+        self.free, self.ready = queue.Queue(), queue.Queue()
+        for i in range(N_SLOTS):
+            self.free.put((i, torch.cuda.Event() if on_gpu else None))
+        self.clock_runs, self.crcs, self.epochs = threading.Lock(), [], []
+        self.clock_runs.acquire()
+        threading.Thread(target=self._work, daemon=True, name="loader").start()
+
+    def resume(self):
+        """The clock runs: prepare batches."""
+        self.clock_runs.release()
+
+    def pause(self):
+        """The clock is to stop: return when nothing is being prepared, and prepare nothing."""
+        self.clock_runs.acquire()
+
+    def _work(self):
+        """The thread: fill free slots in the order of the plan, each only while the clock runs."""
+        try:
+            for T, max_doc in self.plan:
+                i, copied = self.free.get()
+                if copied is not None:
+                    copied.synchronize()
+                with self.clock_runs:
+                    crcs, epoch = self._fill(self.slots[i], T, max_doc)
+                self.ready.put((i, copied, T, crcs, epoch))
+        except BaseException as e:   # the consumer raises it in the main thread; here it would go unseen
+            self.ready.put(e)
+
+    def _fill(self, slot, T, max_doc):
+        """Pack all micro-batches of a step and read this rank's into the slot."""
+        crcs = []
+        for m in range(self.n_micro):
+            spans = self.corpus.take(T, max_doc)
+            if m not in self.mine:       # only the cursor moves on: packing is cheap, reading is not
+                continue
+            piece = self.corpus.read(*spans)
+            crcs.append(zlib.crc32(piece))
+            here = slice((m - self.mine[0]) * T, (m - self.mine[0] + 1) * T)
+            starts = np.cumsum(spans[1]) - spans[1]
+            values = piece[:-1], piece[1:], np.repeat(starts, spans[1])[:-1]
+            for buffer, value in zip(slot, values):
+                buffer.numpy()[here] = value
+        return crcs, self.corpus.epoch
+
+    def next(self):
+        """The batch of the next step: [(tokens, targets, doc_start), ...], one per micro-batch."""
+        batch = self.ready.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        i, copied, T, crcs, epoch = batch
+        n = len(self.mine) * T
+        for source, target in zip(self.slots[i], self.on_device):
+            target[:n].copy_(source[:n], non_blocking=True)
+        if copied is not None:
+            copied.record()
+        self.free.put((i, copied))
+        self.crcs.append(crcs)
+        self.epochs.append(epoch)
+        return list(zip(*(x[:n].view(-1, T) for x in self.on_device)))
+
+
+# ---- 8.5 Vocabulary: GPT-2's tokens as bytes, text to tokens and back -----------------------------
+
+VOCAB_FILE_SHA256 = "a622700e3255b4a6186e052c4c715c1d05634cb6041c12ab6c95c9ee0a2c9772"
+
+
+def class_of(kind):
+    """A regular expression's character class of all characters whose Unicode category begins with `kind`."""
+    inside = [c for c in range(sys.maxunicode + 1) if unicodedata.category(chr(c)).startswith(kind)]
+    breaks = [i for i in range(1, len(inside)) if inside[i] != inside[i - 1] + 1]
+    runs = zip([0, *breaks], [*breaks, len(inside)])
+    return "".join(f"{re.escape(chr(inside[a]))}-{re.escape(chr(inside[b - 1]))}" for a, b in runs)
+
+
+class Vocabulary:
+    """The byte strings of GPT-2's tokens in id order. The merge rank of a token is its id."""
+
+    def __init__(self, path):
+        try:
+            with open(path, "rb") as f:
+                packed = f.read()
+        except OSError as e:
+            raise Refusal(f"vocab_file={path}: cannot be read ({e.strerror}).") from None
+        sha = hashlib.sha256(packed).hexdigest()
+        if sha != VOCAB_FILE_SHA256:
+            raise Refusal(f"vocab_file={path}: its SHA-256 is {sha}, want {VOCAB_FILE_SHA256}. "
+                          f"Restore the file that the repository ships.")
+        self.bytes, at = [], 0
+        while at < len(packed):      # a length byte, then the token
+            self.bytes.append(packed[at + 1:at + 1 + packed[at]])
+            at += 1 + packed[at]
+        self.ids = {token: i for i, token in enumerate(self.bytes)}
+
+    def encode(self, text):
+        """Token ids of a text, without BOS. Special-token text is text like any other."""
+        letter, number = class_of("L"), class_of("N")
+        words = re.compile(f"'(?:s|t|re|ve|m|ll|d)| ?[{letter}]+| ?[{number}]+| ?[^\\s{letter}{number}]+"
+                           f"|\\s+(?!\\S)|\\s+")
+        return [i for word in words.findall(text) for i in self._merge(word.encode())]
+
+    def _merge(self, word):
+        """Byte-pair encoding of one word: the pair with the lowest rank is merged until none is left."""
+        parts = [word[i:i + 1] for i in range(len(word))]
+        while pairs := [(rank, i) for i in range(len(parts) - 1)
+                        if (rank := self.ids.get(parts[i] + parts[i + 1])) is not None]:
+            i = min(pairs)[1]
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        return [self.ids[part] for part in parts]
+
+    def decode(self, ids):
+        """The text of token ids; bytes that are no UTF-8 become a replacement character."""
+        return b"".join(self.bytes[i] for i in ids).decode("utf-8", "replace")
+
+
+# ======== 9. Schedules ========================================================== budget 90 ====
+# What changes during a run, as pure functions of (cfg, step): no tensor, no rank, no state. Steps count
+# from 0. Stage boundaries are in section 1 (Config.stage_ends), since the command line is checked against
+# them; everything here follows from them.
+
+ROTARY_BASE = 1024           # the slowest pair of channels turns by 1 / 1024 radian per token
+YARN_TURNS = (1.0, 32.0)     # turns in a window at which a frequency is stretched fully, and not at all [4]
+YARN_GAIN = 0.2
+
+
+def stage_at(cfg, step):
+    """Number of the stage that the step belongs to."""
+    return next((i for i, end in enumerate(cfg.stage_ends) if step < end), len(cfg.stages) - 1)
+
+
+def lr_at(cfg, step):
+    """Factor on every learning rate: the stage's own, drawn in a straight line from the start of the cooldown
+    on towards lr_floor, which is reached with the last scheduled step and kept in the extension."""
+    scheduled = cfg.stage_ends[-2]
+    start = math.floor(cfg.cooldown_from * scheduled)
+    cool = min(max((step - start) / (scheduled - start), 0.0), 1.0)
+    return cfg.stages[stage_at(cfg, step)].lr * (1 - cool) + cfg.lr_floor * cool
+
+
+def mu_at(cfg, step):
+    """Muon's momentum: up to mu_high at the start, back at the end; the ramps shrink with a shorter run."""
+    shrink = min(1.0, cfg.n_steps / REFERENCE_STEPS)
+    rise, fall = cfg.mu_rise * shrink, cfg.mu_fall * shrink
+    up = min(step / rise, 1.0)
+    down = min(max((step - (cfg.n_steps - fall)) / fall, 0.0), 1.0)
+    return cfg.mu_low + (cfg.mu_high - cfg.mu_low) * (up - down)
+
+
+def yarn(freqs, scale, old, new):
+    """Frequencies and softmax scale after the window has grown from old to new tokens [3].
+
+    Slow frequencies, with less than one turn in the old window, are stretched by new / old; fast ones, with
+    more than 32, stay; those between are blended.
+    """
+    low, high = YARN_TURNS
+    keep = [min(max((old * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in freqs]
+    shrunk = [f * (old / new + k * (1 - old / new)) for f, k in zip(freqs, keep)]
+    return shrunk, scale * (1 + YARN_GAIN * math.log(new / old))
+
+
+def rotary_at(cfg, stage):
+    """(angular frequencies, softmax scale) of a stage: E/4 of them, in radians per token, falling.
+
+    One YaRN step for every growth of the long window up to this stage; validation takes none.
+    """
+    n = cfg.d_head // 2 // 2
+    freqs, scale = [ROTARY_BASE ** (-i / max(n - 1, 1)) for i in range(n)], cfg.attn_scale
+    for before, here in zip(cfg.stages[:stage], cfg.stages[1:stage + 1]):
+        if here.long != before.long:
+            freqs, scale = yarn(freqs, scale, before.long, here.long)
+    return freqs, scale
+
+
+# ======== 10. Graphs ============================================================ budget 150 ====
+# What is done once per process before the clock starts: which replacements run, whether the memory suffices,
+# and every shape run once on synthetic tokens, so that all is compiled, libraries are loaded, connections
+# stand, and what cannot work fails early.
+# (1) After warm-up weights, gradients, optimizer states, random numbers and loader are bit-equal to before.
+# (2) Nothing is compiled while the clock runs: the footer says so.
+
+SYNTHETIC_STRIDE = 7919       # prime: the ids walk through the whole vocabulary
+GIB = 1 << 30
+KEPT_D, KEPT_F = 14, 2        # activations of width D and F that a layer keeps for its backward pass
+SHIFTS = 16                   # so many halvings of a setting are tried until it fits
+
+
+def pick(switch):
+    """Names of the rows of FAST that a switch turns on. Raises Refusal for a name that is none."""
+    words = [word.strip() for word in switch.split(",")]
+    names = set(FAST) if words[0] == "all" else set()
+    for word in words[words[0] in ("all", "none"):]:
+        if word.removeprefix("-") not in FAST:
+            raise Refusal(f"fast={switch}: no replacement named {word!r}.{nearest(word, FAST)} "
+                          f"Want all, none or names, after all also -NAME. Names: {', '.join(FAST)}.")
+        names = names - {word[1:]} if word.startswith("-") else names | {word}
+    return names
+
+
+def compiled(row, backend="inductor"):
+    """row.fast through the compiler, with the length of the first argument open, all other sizes fixed."""
+    built = torch.compile(row.fast, fullgraph=True, backend=backend)
+
+    def call(*xs, **settings):
+        if row.build == "glue" and not torch.is_grad_enabled():
+            return row.ref(*xs, **settings)
+        for x in xs:
+            if isinstance(x, Tensor) and x.ndim and len(x) == len(xs[0]):
+                torch._dynamo.mark_dynamic(x, 0)
+        return built(*xs, **settings)
+    return call
+
+
+def choose(cfg, device):
+    """(names, ops): the rows of FAST that run, and a function for every row. A CPU runs the references."""
+    names = pick(cfg.fast) if device.type == "cuda" else set()
+    ops = references()
+    for name in names:
+        setattr(ops, name, compiled(FAST[name]) if FAST[name].build else FAST[name].fast)
+    return sorted(names), ops
+
+
+def n_compiled():
+    """Functions that torch.compile has built in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["aot_autograd"]["total"] if dynamo else 0
+
+
+def make(cfg, comm, device, ops=None):
+    """(Model, Optimizer) of a run on a device; on `meta` they have shapes only."""
+    model = Model(cfg, device, ops)
+    return model, Optimizer(param_table(model, cfg), comm, n_micro=cfg.n_micro, muon_lr=cfg.muon_lr,
+                            muon_wd=cfg.muon_wd, adam_lr=cfg.adam_lr, adam_wd=cfg.adam_wd,
+                            adam_eps=cfg.adam_eps, ops=ops)
+
+
+def memory_needed(cfg, comm):
+    """Bytes of GPU memory: (weights and states with their copy in warm-up, training, validation)."""
+    model, optimizer = make(cfg, comm, torch.device("meta"))
+    size, D, F = DTYPES[cfg.dtype].itemsize, cfg.d_model, cfg.d_mlp
+    held = 2 * sum(x.nbytes for x in optimizer.tensors())
+    block = LOSS_ROWS["cuda"] * VOCAB_PADDED * (2 * size + torch.float32.itemsize)
+    kept = max(stage.T for stage in cfg.stages) * size * (
+        len(LAYERS) * (KEPT_D * D + KEPT_F * F) + N_VALUES * 2 * D)
+    return held, kept + block, cfg.val_seq * size * (KEPT_D * D + KEPT_F * F) + block
+
+
+def check_memory(cfg, comm):
+    """Refuse a setting that does not fit the GPU's free memory, before anything is compiled."""
+    if comm.device.type != "cuda":
+        return
+    held, training, validation = memory_needed(cfg, comm)
+    free = torch.cuda.mem_get_info()[0]
+    room = free - held
+    if max(training, validation) <= room:
+        return
+    needed, T = held + max(training, validation), max(stage.T for stage in cfg.stages)
+    cut = next((2 ** -i for i in range(SHIFTS) if training * 2 ** -i <= room), None)
+    cures = [f"t_factor={cfg.t_factor * cut:g} n_micro={cfg.n_micro / cut:g} (the same tokens a step)"] * (
+        cut is not None and cut < 1)
+    cut = next((cfg.val_seq >> i for i in range(SHIFTS) if validation >> i <= room), None)
+    cures += [f"val_seq={cut}"] * (cut is not None and cut < cfg.val_seq)
+    raise Refusal(f"rank {comm.rank}: T={T:,} and val_seq={cfg.val_seq:,} need about {needed:,} bytes "
+                  f"({needed / GIB:.1f} GiB) of GPU memory, free are {free:,} ({free / GIB:.1f} GiB). "
+                  f"Take {' '.join(cures) or 'a GPU with more memory: the weights alone do not fit'}.")
+
+
+def synthetic(T, device):
+    """A stream of tokens that no corpus contributed to: (tokens, targets, doc_start)."""
+    ids = torch.arange(T + 1, device=device) * SYNTHETIC_STRIDE % VOCAB
+    return ids[:-1].int(), ids[1:], torch.zeros(T, dtype=torch.int32, device=device)
+
+
+def warm_up(cfg, model, optimizer, views, val_view, *, tell):
+    """One micro-batch of every shape, two optimizer steps, one validation stream; then undo it all.
+
+    tell(text) is called after every part.
+    """
+    device = model.w_embed.device
+    # Two steps, because Adam steps on odd ones only. Nothing here draws a random number or asks the loader.
+    before, n_adam = [x.clone() for x in optimizer.tensors()], optimizer.n_adam
+    for T, view in sorted(((stage.T, view) for stage, view in zip(cfg.stages, views)), key=lambda x: -x[0]):
+        model(*synthetic(T, device), view).backward()
+        optimizer.comm.settle()
+        tell(f"T {T:,}")
+    for step in range(2):
+        optimizer.step(step, 1.0, cfg.mu_low)
+    optimizer.comm.settle()
+    tell("optimizer")
+    with torch.no_grad():
+        model(*synthetic(cfg.val_seq, device), val_view, VOCAB)
+        for x, old in zip(optimizer.tensors(), before):
+            x.copy_(old)
+    optimizer.n_adam = n_adam
+    optimizer.comm.settle()
+    tell("validation")
+
+
+# ======== 11. Train ============================================================= budget 330 ====
+# A run from the command line to the last line of the log. Invariants:
+# (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
+#     forwards and the log's file lie outside, reading and packing tokens inside.
+# (2) The host never waits for the device within a stage, but for the ring, where a step's loss is read when
+#     it is there, at most 16 steps later, and for the bounds of documents (5.2, fast=attention).
+# (3) Every decision to stop is made from numbers that all ranks share, or by the Guard.
+
+RING = 8                     # entries of two steps each whose loss may be under way
+MIB = 1 << 20
+
+
+class LossRing:
+    """Sum of losses and finite flags of the last steps, on their way from the device to the log."""
+
+    def __init__(self, device, shape):
+        self.cuda = device.type == "cuda"
+        self.host = torch.zeros(RING, *shape, pin_memory=self.cuda)
+        self.queue, self.n = [], 0
+
+    def push(self, steps, tail, stamps):
+        """Send the tail that holds these steps; stamps go with it. Call pop between two pushes."""
+        entry, done = self.host[self.n % RING], torch.cuda.Event() if self.cuda else None
+        entry.copy_(tail, non_blocking=True)
+        if self.cuda:
+            done.record()
+        self.queue.append((steps, entry, stamps, done))
+        self.n += 1
+
+    def pop(self, wait=False):
+        """Entries that have arrived, in order: (steps, tail, stamps). Waits for the oldest of a full ring."""
+        while self.queue:
+            steps, entry, stamps, done = self.queue[0]
+            if done is not None:
+                if wait or len(self.queue) == RING:
+                    done.synchronize()
+                elif not done.query():
+                    return
+            self.queue.pop(0)
+            yield steps, entry.tolist(), stamps
+
+
+def view_at(cfg, stage, device, n_positions, long=None):
+    """View of a stage for streams of n_positions tokens; `long` replaces its long window."""
+    freqs, scale = rotary_at(cfg, stage)
+    scale = torch.tensor(scale, device=device)
+    position = torch.arange(n_positions, dtype=torch.float64)
+    angle = torch.outer(position, torch.tensor(freqs, dtype=torch.float64))
+    angle = F.pad(angle, (0, len(freqs)))[:, None]             # the second half of a head has no position
+    turn = torch.stack((angle.cos(), -angle.sin()), -1).to(device, torch.float32)
+    return View(cfg.stages[stage].short, long or cfg.stages[stage].long, scale, turn)
+
+
+def tokens_until(cfg, step):
+    """Training tokens of the first `step` steps, over all ranks."""
+    ends = cfg.stage_ends
+    steps = (min(end, step) - min(start, step) for start, end in zip((0, *ends), ends))
+    return cfg.n_micro * sum(n * stage.T for n, stage in zip(steps, cfg.stages))
+
+
+@dataclass
+class Run:
+    """What the functions of a run share."""
+    cfg: Config
+    comm: Comm
+    log: Log
+    guard: Guard
+    clock: Clock
+    model: Model
+    optimizer: Optimizer
+    telemetry: Telemetry
+    loader: Loader
+    ring: LossRing
+    seconds: list                # what the clock showed at the end of every step that was reported
+    cold_start_s: float          # from the start of the process to that of the clock; 0 for a later run
+    n_compiled: int              # functions compiled before the clock started
+
+
+# ---- 11.1 timed loop: what happens between start and end of the clock ----------------------------
+
+def prepare(cfg, comm, log, guard, *, ops, telemetry):
+    """Everything up to the start of the clock that is done once per process. Returns a Run."""
+    model, optimizer = make(cfg, comm, comm.device, ops)
+    log.line(f"parameters: {sum(p.numel() for p in model.parameters()):,}")
+    log.phase("model")
+    guard.step()
+
+    def tell(part):
+        log.phase(f"warm-up, {part}")
+        log.flush()
+        guard.step()
+    last = stage_at(cfg, cfg.n_run - 1)
+    warm_up(cfg, model, optimizer,
+            [view_at(cfg, k, comm.device, stage.T) for k, stage in enumerate(cfg.stages)],
+            view_at(cfg, last, comm.device, cfg.val_seq, cfg.val_long), tell=tell)
+    return begin(cfg, comm, log, guard, model=model, optimizer=optimizer, telemetry=telemetry)
+
+
+def begin(cfg, comm, log, guard, *, model, optimizer, telemetry):
+    """A Run whose weights and states are those before the first step."""
+    plan = [(stage.T, stage.max_doc) for stage in (cfg.stages[stage_at(cfg, s)] for s in range(cfg.n_run))]
+    telemetry.clock, telemetry.samples = Clock(comm), []
+    log.flush()
+    return Run(cfg, comm, log, guard, telemetry.clock, model, optimizer, telemetry, Loader(cfg, comm, plan),
+               LossRing(comm.device, optimizer.tail.shape), [], 0.0, 0)
+
+
+def renew(run, cfg, log):
+    """A Run like `run` with the seed of cfg: new weights at the old addresses, states zero."""
+    with torch.no_grad():
+        for x in run.optimizer.tensors():
+            x.zero_()
+    run.optimizer.n_adam = 0
+    run.model.load_state_dict(Model(cfg, torch.device("cpu")).state_dict())
+    log.phase("new weights")
+    return begin(cfg, run.comm, log, run.guard, model=run.model, optimizer=run.optimizer,
+                 telemetry=run.telemetry)
+
+
+def train_step(run, batch, view, step):
+    """Forward and backward of this rank's micro-batches, then the optimizer; the tail gets loss and flag."""
+    tail = run.optimizer.tail[step % 2].zero_()
+    for tokens, targets, doc_start in batch:
+        loss = run.model(tokens, targets, doc_start, view)
+        loss.backward()
+        tail[0] += loss.detach()
+        run.guard.step()
+    tail[1] = (~torch.isfinite(tail[0])) * 2.0 ** run.comm.rank
+    run.optimizer.step(step, lr_at(run.cfg, step), mu_at(run.cfg, step))
+
+
+def report(run, wait=False):
+    """Log the steps whose losses have arrived; RunFailed at the first that is not finite."""
+    cfg = run.cfg
+    for steps, tail, stamps in run.ring.pop(wait):
+        for step, stamp in zip(steps, stamps):
+            seconds, before = stamp(), run.seconds[-1] if run.seconds else 0.0
+            run.seconds.append(seconds)
+            total, bad_ranks = tail[step % 2]
+            if bad_ranks or not math.isfinite(total):
+                ranks = [str(r) for r in range(max(WORLDS)) if int(bad_ranks) >> r & 1]
+                raise RunFailed(f"the loss of step {step + 1} is not finite on rank {', '.join(ranks)}. "
+                                f"Lower learning rates (muon_lr, adam_lr) are the usual cure.")
+            loss = total / (cfg.n_micro * cfg.stages[stage_at(cfg, step)].T)
+            run.log.line(f"step {step + 1:5d}/{cfg.n_steps} | tokens {tokens_until(cfg, step + 1):11,d} | "
+                         f"loss {loss:9.6f} | time {seconds:8.3f} s | {MS * (seconds - before):8.2f} ms/step",
+                         often=True)
+
+
+def validate(run, step, long=None):
+    """Mean loss over all validation tokens before step `step`. When it returns, the clock stands.
+
+    On the clock: rotary table, reading the tokens. Off it: the forward passes, which mask the classes that
+    are no tokens. A stream's loss does not depend on the rank that computes it, nor their order of summing.
+    """
+    cfg, comm = run.cfg, run.comm
+    view = view_at(cfg, stage_at(cfg, max(step - 1, 0)), comm.device, cfg.val_seq, long)
+    streams, sums = read_validation(cfg, comm), []
+    run.loader.pause()
+    run.clock.stop()
+    report(run, wait=True)
+    with torch.no_grad():
+        for stream in streams:           # item() waits for the device, which is right: the clock stands
+            sums.append(run.model(*(x.to(comm.device) for x in stream), view, VOCAB).item())
+            run.guard.step()
+    by_rank = comm.collect(sums)
+    streams_in_order = range(cfg.val_tokens // cfg.val_seq)
+    loss = sum(by_rank[i % comm.world][i // comm.world] for i in streams_in_order) / cfg.val_tokens
+    run.log.line(f"val  {step:5d}/{cfg.n_steps} | loss {loss:9.6f} | time {run.clock.total:8.3f} s")
+    run.log.flush()
+    return loss
+
+
+def train(run):
+    """The timed loop, from the start of the clock to the end of the last validation. Returns its loss."""
+    cfg, k, view, stamps = run.cfg, None, None, []
+    run.comm.meet()                              # with the long limit: another rank may be warming up
+    run.comm.set_limit(cfg.step_limit_s)
+    run.guard.step(cfg.step_limit_s)
+    run.n_compiled = n_compiled()
+    run.clock.start()
+    run.loader.resume()
+    for step in range(cfg.n_run):
+        if cfg.val_every and step % cfg.val_every == 0:
+            validate(run, step)
+            run.clock.start()
+            run.loader.resume()
+        if stage_at(cfg, step) != k:
+            k = stage_at(cfg, step)
+            stage, view = cfg.stages[k], view_at(cfg, k, run.comm.device, cfg.stages[k].T)
+            run.log.line(f"stage {k} | until step {cfg.stage_ends[k]} | T {stage.T:,} | batch "
+                         f"{cfg.n_micro * stage.T:,} tokens | max_doc {stage.max_doc} | "
+                         f"windows {stage.short}/{stage.long} | lr {stage.lr}")
+        batch = run.loader.next()
+        if run.loader.epochs[-1] != (run.loader.epochs[step - 1] if step else 1):
+            run.log.line(f"epoch {run.loader.epochs[-1]} | begins in step {step + 1}")
+        train_step(run, batch, view, step)
+        run.guard.step()
+        stamps.append(run.clock.stamp())
+        if step % 2 == 1:                        # the tail was summed with the small gradients
+            run.ring.push((step - 1, step), run.optimizer.tail, stamps)
+            stamps = []
+            report(run)
+    if stamps:                                   # stopped after an even step: its loss is summed alone
+        run.comm.all_reduce(run.optimizer.tail).wait()
+        run.ring.push((cfg.n_run - 1,), run.optimizer.tail, stamps)
+    return validate(run, cfg.n_run, cfg.val_long)
+
+
+# ---- 11.2 main: from the command line to the last line of the log --------------------------------
+
+def save_weights(run):
+    """Rank 0 writes the weights with the settings that made them; a killed save leaves no such file."""
+    if run.comm.rank == 0:
+        part = run.cfg.save + ".part"
+        torch.save({"config": asdict(run.cfg), "weights": run.model.state_dict()}, part)
+        os.replace(part, run.cfg.save)
+        run.log.line(f"saved: {run.cfg.save}")
+
+
+def telemetry_lines(samples):
+    """Footer lines on the GPUs while the clock ran, n/a without samples."""
+    names = ("gpu_sm_mhz", "gpu_power_w", "gpu_temp_c")
+    columns = list(zip(*samples))[2:] or [()] * len(names)
+    return [f"{name}: " + (f"mean {np.mean(x):.0f}, least {min(x):.0f}, most {max(x):.0f}" if x else "n/a")
+            for name, x in zip(names, columns)]
+
+
+def footer(run, val_loss):
+    """The summary of a complete run, one `key: value` a line."""
+    cfg, comm = run.cfg, run.comm
+    # From here on nothing is timed. The hashes say whether two runs, on any machines, read the same data.
+    n_new = n_compiled() - run.n_compiled
+    train_s, spread = run.clock.over_ranks()
+    by_rank = comm.collect(run.loader.crcs[:cfg.n_run])
+    steps = [[f"{crc:08x}" for crcs in by_step for crc in crcs] for by_step in zip(*by_rank)]
+    if cfg.hashes:
+        for step, crcs in enumerate(steps):
+            run.log.line(f"batch {step + 1:5d} | {' '.join(crcs)}", often=True)
+    for seconds, gpu, mhz, watts, degrees in run.telemetry.samples:
+        run.log.line(f"gpu {gpu} | time {seconds:8.3f} s | {mhz:5.0f} MHz | {watts:6.1f} W | "
+                     f"{degrees:3.0f} C", often=True)
+    ms = np.diff([0.0, *run.seconds]) * MS
+    by_stage = [ms[start:end] for start, end in zip((0, *cfg.stage_ends), cfg.stage_ends)]
+    on_gpu = comm.device.type == "cuda"
+    for text in (
+        "---",
+        f"val_loss: {val_loss:.6f}",
+        f"val_unigram: {unigram_loss(cfg):.6f}",
+        f"train_s: {train_s:.3f}",
+        f"train_s_spread: {spread:.6f}",
+        f"ms_per_step: {MS * train_s / cfg.n_run:.2f}",
+        f"steps: {cfg.n_run}",
+        f"tokens: {tokens_until(cfg, cfg.n_run)}",
+        f"epochs: {run.loader.epochs[cfg.n_run - 1]}",
+        f"data_hash: {hashlib.sha256(json.dumps(steps).encode()).hexdigest()}",
+        f"ms_by_stage: {', '.join(f'{np.median(x):.2f}' for x in by_stage if len(x))}",
+        f"tokens_per_s: {tokens_until(cfg, cfg.n_run) / train_s:.0f}",
+        f"cold_start_s: {f'{run.cold_start_s:.1f}' if run.cold_start_s else 'n/a, not the first run'}",
+        f"compiled_on_clock: {n_new}",
+        f"peak_gpu_mib: {torch.cuda.max_memory_allocated() // MIB if on_gpu else 'n/a'}",
+        *telemetry_lines(run.telemetry.samples),
+    ):
+        run.log.line(text)
+
+
+def continuation(cfg):
+    """cfg.sample, continued by sample_tokens tokens from the weights in cfg.load: text. Slow and simple."""
+    try:
+        saved = torch.load(cfg.load, map_location="cpu", weights_only=True)
+        stages = tuple(Stage(**row) for row in saved["config"]["stages"])
+        made = Config(**saved["config"] | {"stages": stages})
+    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as e:
+        raise Refusal(f"load={cfg.load}: not what save=PATH of this script writes "
+                      f"({type(e).__name__}). Give such a file.") from None
+    model, vocabulary = Model(made, torch.device("cpu")), Vocabulary(cfg.vocab_file)
+    model.load_state_dict(saved["weights"])
+    # Every token runs the whole stream again: there is no cache, and the forward pass is the trainer's own.
+    ids, rand = [BOS, *vocabulary.encode(cfg.sample)], torch.Generator().manual_seed(cfg.seed)
+    for _ in range(cfg.sample_tokens):
+        view = view_at(made, len(made.stages) - 1, torch.device("cpu"), len(ids), made.val_long)
+        with torch.no_grad():
+            logits = model.logits(torch.tensor(ids, dtype=torch.int32), torch.zeros(len(ids)), view)
+        best = logits.topk(cfg.top_k)    # top_k=1 leaves one choice: greedy
+        ids.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=rand)]))
+    return vocabulary.decode(ids[1:])
+
+
+def open_run(argv):
+    """Settings and ranks of a command line: (Config, Comm), without Comm for a sample. Raises Refusal."""
+    cfg = parse(argv)
+    if cfg.sample:
+        return cfg, None
+    rank, local_rank, world = launch_env()
+    if world not in WORLDS or cfg.n_micro % world:
+        legal = [n for n in WORLDS if cfg.n_micro % n == 0]
+        raise Refusal(f"world size {world}: want one of {', '.join(map(str, legal))}, because it must divide "
+                      f"n_micro={cfg.n_micro}. Start torchrun with --nproc_per_node={legal[-1]}.")
+    if cfg.save and not os.path.isdir(os.path.dirname(os.path.abspath(cfg.save))):
+        raise Refusal(f"save={cfg.save}: its folder does not exist. Create it or choose another.")
+    if os.path.isdir(cfg.save):
+        raise Refusal(f"save={cfg.save}: is a folder. Give the name of a file.")
+    pick(cfg.fast)                   # refuses a name that is none
+    return cfg, Comm(cfg, rank, local_rank, world)
+
+
+def main(argv=None):
+    """Run the command line; ends with code 0 and `end: ok`, or with code 1 and a FAILED line on stderr."""
+    imported_s = process_age_s()
+    try:
+        cfg, comm = open_run(sys.argv[1:] if argv is None else argv)
+        if cfg.sample:
+            return say(continuation(cfg))
+    except Refusal as e:
+        sys.exit(f"FAILED: {e}")
+    guard = Guard(comm, cfg.start_limit_s)
+    usable = check_files(cfg, comm)
+    check_memory(cfg, comm)
+    guard.step()
+    names, ops = choose(cfg, comm.device)
+    telemetry, run = Telemetry(comm), None
+    for seed in range(cfg.seed, cfg.seed + cfg.runs):
+        one = replace(cfg, seed=seed)
+        guard.log = log = Log(one, comm, imported_s if run is None else process_age_s())
+        # A log begins once the checks have passed: a refused start leaves none behind.
+        for text in (*script_lines(), f"preset: {cfg.preset}", f"seed: {seed}", f"world: {comm.world}",
+                     f"fast: {','.join(names) or 'none'}", *host_lines(comm),
+                     f"config: {json.dumps(asdict(one))}", f"train_tokens: {usable:,} usable"):
+            log.line(text)
+        if run is None:
+            log.line(f"phase: imports {imported_s:.1f} s")
+            log.phase("joining and checks")
+            run = prepare(one, comm, log, guard, ops=ops, telemetry=telemetry)
+            run.cold_start_s = process_age_s()
+        else:
+            run = renew(run, one, log)
+        val_loss = train(run)
+        guard.step(cfg.start_limit_s)    # nothing is timed any more, and a slow disk is no failure
+        comm.set_limit(cfg.start_limit_s)
+        if cfg.save:
+            save_weights(run)
+        footer(run, val_loss)
+        comm.meet()
+        log.end("ok")
+    telemetry.end()
+    guard.finish()
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()

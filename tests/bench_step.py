@@ -1,0 +1,79 @@
+"""Times whole steps of the trainer on one GPU, by stage, beside the matrix products that they cannot do without.
+
+    python tests/bench_step.py [preset] [key=value ...]        the command line of train_gpt.py; needs its shards
+
+Steps are real ones: tokens of the training files, packed by the loader; a pair of steps (Adam steps on every
+second) counts as two. The products run alone, with the shapes of the step at the largest T, in the same process.
+"""
+
+import statistics
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from triton.testing import do_bench
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train_gpt as tg   # noqa: E402
+
+WARM, TIMED = 6, 30
+
+
+def median_ms(f):
+    return do_bench(f, warmup=20, rep=100, return_mode="median")
+
+
+def products(model, T):
+    """[(name, how often in a step, ms)] of the matrix products of one micro-batch of T tokens and of an update."""
+    layers, D = len(tg.LAYERS), model.vo.shape[2]
+    shapes = (("q and k", layers, 2 * D, D), ("v", layers, D, D), ("o", layers, D, D),
+              ("up", layers, model.mlp.shape[1], D), ("down", layers, D, model.mlp.shape[1]))
+    rows = []
+    for name, n, outputs, inputs in shapes:
+        x, w, dy = (torch.randn(*s, device="cuda").bfloat16() for s in ((T, inputs), (outputs, inputs), (T, outputs)))
+        rows += [(f"{name}, {what}", n, median_ms(f)) for what, f in
+                 (("y", lambda: x @ w.T), ("dx", lambda: dy @ w), ("dw", lambda: dy.T @ x))]
+    block = min(T, tg.LOSS_ROWS["cuda"])
+    x, dy = torch.randn(block, D, device="cuda").bfloat16(), torch.randn(block, len(model.w_head), device="cuda").bfloat16()
+    w = model.w_head.data
+    rows += [(f"head, {what}, {block} rows", T / block, median_ms(f)) for what, f in
+             (("y", lambda: x @ w.T), ("dx", lambda: dy @ w), ("dw", lambda: dy.T @ x))]
+    for name in ("qk", "vo", "mlp"):
+        g = torch.randn_like(getattr(model, name).data)
+        rows.append((f"update of {name}", 1, median_ms(lambda: tg.polar(g))))
+    return rows
+
+
+def main(argv):
+    cfg = tg.parse(argv or ["solo"])
+    comm = tg.Comm(cfg, 0, 0, 1)
+    names, ops = tg.choose(cfg, comm.device)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, fast: {','.join(names) or 'none'}")
+    model, optimizer = tg.make(cfg, comm, comm.device, ops)
+    guard, by_stage = SimpleNamespace(step=lambda: None), {}
+    for k, stage in enumerate(cfg.stages):
+        loader = tg.Loader(cfg, comm, [(stage.T, stage.max_doc)] * (WARM + TIMED))
+        loader.resume()
+        run = SimpleNamespace(cfg=cfg, comm=comm, guard=guard, model=model, optimizer=optimizer)
+        view, marks = tg.view_at(cfg, k, comm.device, stage.T), []
+        for step in range(WARM + TIMED):
+            tg.train_step(run, loader.next(), view, step)
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        torch.cuda.synchronize()
+        pairs = [a.elapsed_time(b) / 2 for a, b in zip(marks[WARM - 1::2], marks[WARM + 1::2])]
+        by_stage[k] = statistics.median(pairs)
+        print(f"stage {k}: T {stage.T:6,d} | {by_stage[k]:7.2f} ms a step | least {min(pairs):.2f}, most {max(pairs):.2f}")
+    T = max(stage.T for stage in cfg.stages)
+    rows = products(model, T)
+    for name, n, ms in rows:
+        print(f"{name:28s} {n:5.0f} x {ms:7.3f} ms")
+    total = sum(n * ms for _, n, ms in rows) * 1.0
+    step = by_stage[max(by_stage, key=lambda k: cfg.stages[k].T)]
+    print(f"T {T:,}: step {step:.2f} ms, its matrix products {total:.2f} ms, ratio {step / total:.2f}; "
+          f"peak {torch.cuda.max_memory_allocated() >> 20:,} MiB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
