@@ -2060,8 +2060,9 @@ def check_memory(cfg, comm):
     free, needed = torch.cuda.mem_get_info()[0], held + max(training, validation)
     if needed <= free:
         return
-    halvings = [next((i for i in range(SHIFTS) if held + n * 0.5 ** i <= free), SHIFTS)
-                for n in (training, validation)]
+    T = max(stage.T for stage in cfg.stages)
+    halvings = [next((i for i in range(SHIFTS) if held + stream_bytes(cfg, n >> i)[scored] <= free), SHIFTS)
+                for scored, n in enumerate((T, cfg.val_seq))]
     cures = []
     if halvings[0]:
         cures += [f"t_factor={cfg.t_factor / 2 ** halvings[0]:g} n_micro={cfg.n_micro * 2 ** halvings[0]} "
@@ -2069,9 +2070,8 @@ def check_memory(cfg, comm):
     if halvings[1]:
         cures += [f"val_seq={cfg.val_seq >> halvings[1]}"]
     take = f"Take {' and '.join(cures)}." if max(halvings) < SHIFTS else "The weights alone do not fit."
-    raise Refusal(f"rank {comm.rank}: T={max(stage.T for stage in cfg.stages):,} and val_seq={cfg.val_seq:,} "
-                  f"need about {needed:,} bytes ({needed / GIB:.1f} GiB) of GPU memory, free are {free:,} "
-                  f"({free / GIB:.1f} GiB). {take}")
+    raise Refusal(f"rank {comm.rank}: T={T:,} and val_seq={cfg.val_seq:,} need about {needed:,} bytes "
+                  f"({needed / GIB:.1f} GiB) of GPU memory, free are {free:,} ({free / GIB:.1f} GiB). {take}")
 
 
 def synthetic(T, device):

@@ -1,6 +1,6 @@
 """Section 1: the command line, presets, and what is refused before anything starts."""
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
@@ -45,6 +45,11 @@ def test_values_take_the_type_of_their_field(tg):
     (["mu_rise=0"], ["mu_rise=0", "at least 1"]),
     (["load=x.pt"], ["load=FILE", "sample=TEXT"]),
     (["dtype=fp16"], ["dtype=fp16", "fp32 or bf16"]),
+    (["runs=0"], ["runs=0", "at least 1"]),
+    (["runs=2", "save=x.pt"], ["save=x.pt", "runs=2", "runs=1"]),
+    (["t_factor=0.0001"], ["t_factor=0.0001", "T=16384", "0.5"]),
+    (["tiny", "t_factor=0.3"], ["t_factor=0.3", "T=256"]),
+    (["t_factor=-1"], ["t_factor=-1.0"]),
     (["n_sched=1060"], ["1132 steps", "2 mod 4", "1058 or 1062"]),
 ])
 def test_what_cannot_work_is_refused_with_the_value_and_what_to_do(tg, words, parts):
@@ -62,3 +67,10 @@ def test_every_setting_has_a_value_that_the_command_line_can_give_back(tg):
         value = getattr(tg.RECORD, field.name)
         if field.name not in ("preset", "stages", "load", "sample"):
             assert getattr(tg.parse([f"{field.name}={value}"]), field.name) == value
+
+
+def test_t_factor_scales_every_stage_and_nothing_else(tg):
+    cfg, whole = tg.parse(["solo", "t_factor=0.25"]), tg.PRESETS["solo"]
+    assert [stage.T for stage in cfg.stages] == [4096, 8192, 12_288, 10_240, 4096]
+    assert [replace(a, T=b.T) for a, b in zip(cfg.stages, whole.stages)] == list(whole.stages)
+    assert replace(cfg, stages=whole.stages, t_factor=1.0) == whole

@@ -1,10 +1,14 @@
 """Section 2: the launcher's variables, collectives, log and clock."""
 
+import os
 import re
+import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, run
 
 
@@ -106,7 +110,7 @@ def test_clock_leaves_pauses_out(tg, one_rank):
 
 
 def log_of(tg, one_rank, tmp_path):
-    return tg.Log(replace(tg.PRESETS["tiny"], log_dir=str(tmp_path / "logs")), one_rank)
+    return tg.Log(replace(tg.PRESETS["tiny"], log_dir=str(tmp_path / "logs")), one_rank, 0.0)
 
 
 def test_log_stays_in_memory_until_it_is_flushed(tg, one_rank, tmp_path, capsys):
@@ -164,3 +168,74 @@ def test_pending_waits_once_it_was_started(tg):
     assert calls == ["start", "wait"]
     pending.wait()
     assert calls == ["start", "wait"] * 2
+
+
+FAKE_SMI = """#!{python}
+import sys, time
+assert sys.argv[1:] == ["--query-gpu=uuid,clocks.sm,power.draw,temperature.gpu", "-lms", "500", "-i", "GPU-a-b",
+                        "--format=csv,noheader,nounits"], sys.argv
+for i in range(1000):
+    print("GPU-a-b, 1755, %d.50, 61" % (600 + i), flush=True)
+    print("GPU-other, 1, 2, 3", flush=True)
+    print("GPU-a-b, [N/A], 5, 6", flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_telemetry_samples_only_while_the_clock_runs(tg, one_rank, tmp_path, monkeypatch):
+    """Other GPUs and values that a driver does not know are left out; the child ends."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(FAKE_SMI.format(python=sys.executable))
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a-b"))
+    comm = SimpleNamespace(rank=0, device=torch.device("cuda"), collect=lambda x: [x])
+    telemetry, clock = tg.Telemetry(comm), tg.Clock(one_rank)
+    telemetry.clock = clock
+    time.sleep(0.3)
+    assert not telemetry.samples
+    clock.start()
+    time.sleep(0.5)
+    clock.stop()
+    time.sleep(0.05)
+    n = len(telemetry.samples)
+    time.sleep(0.2)
+    assert 3 < n == len(telemetry.samples)
+    telemetry.end()
+    assert telemetry.child.poll() is not None
+    seconds, gpus, mhz, watts, degrees = zip(*telemetry.samples)
+    assert 0 <= min(seconds) and max(seconds) <= clock.total + 0.05 and set(gpus) == {0}
+    assert set(mhz) == {1755} and set(degrees) == {61} and all(w >= 600.5 for w in watts)
+    assert tg.telemetry_lines(telemetry.samples)[0] == "gpu_sm_mhz: mean 1755, least 1755, most 1755"
+
+
+def test_without_a_gpu_there_is_no_telemetry(tg, one_rank):
+    telemetry = tg.Telemetry(one_rank)
+    telemetry.end()
+    assert telemetry.child is None and telemetry.samples == []
+    assert tg.telemetry_lines([]) == ["gpu_sm_mhz: n/a", "gpu_power_w: n/a", "gpu_temp_c: n/a"]
+
+
+def test_stamps_tell_the_seconds_of_their_making(tg, one_rank):
+    clock = tg.Clock(one_rank)
+    clock.start()
+    time.sleep(0.05)
+    first = clock.stamp()
+    time.sleep(0.05)
+    clock.stop()
+    time.sleep(0.05)
+    clock.start()
+    second = clock.stamp()
+    clock.stop()
+    assert 0.05 <= first() < 0.09 and clock.total - 0.02 < second() < clock.total and first() == first()
+
+
+def test_gpus_without_bf16_are_refused(tg, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an older GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(tg.Refusal, match=r"older GPU has compute capability \(7, 5\).*fast=none"):
+        tg.Comm(tg.PRESETS["solo"], 0, 0, 1)
+    assert tg.Comm(replace(tg.PRESETS["solo"], dtype="fp32"), 0, 0, 1).device.type == "cuda"

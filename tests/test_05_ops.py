@@ -31,7 +31,7 @@ def test_attention_equals_its_definition(tg, monkeypatch, window, least, most):
     starts = [0, 1, 3, 16, 40, 69]
     doc_start = torch.tensor([max(s for s in starts if s <= t) for t in range(71)], dtype=torch.int32)
     ours, dense = ([rand(i, 71, 2, 4).requires_grad_() for i in range(3)] for _ in range(2))
-    y = tg.attention_ref(*ours, doc_start, window=window, scale=0.3)
+    y = tg.attention_ref(0.3 * ours[0], *ours[1:], tg.Documents(doc_start), window=window)
     want = dense_attention(*dense, doc_start.tolist(), window, 0.3)
     torch.testing.assert_close(y, want, rtol=0, atol=1e-6)         # the softmax is taken in fp32
     dy = rand(9, 71, 2, 4)
@@ -41,16 +41,16 @@ def test_attention_equals_its_definition(tg, monkeypatch, window, least, most):
 
 def test_attention_without_gradient_is_the_same(tg):
     q, k, v = (rand(i, 300, 2, 8, dtype=torch.float32) for i in range(3))
-    doc_start = (torch.arange(300) // 90 * 90).int()
+    documents = tg.Documents((torch.arange(300) // 90 * 90).int())
     with torch.no_grad():
-        alone = tg.attention_ref(q, k, v, doc_start, window=40, scale=0.2)
-    assert torch.equal(alone, tg.attention_ref(q.requires_grad_(), k, v, doc_start, window=40, scale=0.2))
+        alone = tg.attention_ref(q, k, v, documents, window=40)
+    assert torch.equal(alone, tg.attention_ref(q.requires_grad_(), k, v, documents, window=40))
 
 
 def test_rotate_turns_pairs_and_leaves_the_second_half(tg):
     x, angle = rand(0, 5, 3, 8), torch.tensor([[0.1, 0.01]]) * torch.arange(5)[:, None]
     angle = F.pad(angle, (0, 2)).double()[:, None]
-    y = tg.rotate(x, torch.polar(torch.ones_like(angle), -angle))
+    y = tg.rotate(x, torch.stack((angle.cos(), -angle.sin()), -1))
     for t in range(5):
         for m in range(2):
             c, s = math.cos(angle[t, 0, m]), math.sin(angle[t, 0, m])
@@ -72,7 +72,7 @@ def test_loss_equals_the_dense_form_and_honours_its_gradient(tg, monkeypatch, n_
     monkeypatch.setitem(tg.LOSS_ROWS, "cpu", rows)
     x, w, y = rand(0, 13, 6), 3 * rand(1, 40, 6), torch.arange(13) * 5 % n_classes
     x.requires_grad_(), w.requires_grad_()
-    got, want = tg.softcap_loss(x, w, y, n_classes), dense_loss(x, w, y, n_classes)
+    got, want = tg.softcap_loss(x, w, y, n_classes, tg.loss_rows_ref), dense_loss(x, w, y, n_classes)
     torch.testing.assert_close(got, want)
     for factor in (1.0, -2.5):
         ours, ref = (torch.autograd.grad(factor * loss, (x, w), retain_graph=True) for loss in (got, want))
@@ -81,12 +81,12 @@ def test_loss_equals_the_dense_form_and_honours_its_gradient(tg, monkeypatch, n_
 
 def test_loss_gradcheck_in_float64(tg):
     x, w = rand(0, 7, 4).requires_grad_(), rand(1, 11, 4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, w: tg.softcap_loss(x, w, torch.arange(7), 11), (x, w))
+    assert torch.autograd.gradcheck(lambda x, w: tg.softcap_loss(x, w, torch.arange(7), 11, tg.loss_rows_ref), (x, w))
 
 
 def test_loss_in_bf16_has_an_fp32_sum(tg):
     x, w, y = rand(0, 64, 16, dtype=torch.bfloat16), rand(1, 500, 16, dtype=torch.bfloat16), torch.arange(64)
-    got = tg.softcap_loss(x, w, y, 500)
+    got = tg.softcap_loss(x, w, y, 500, tg.loss_rows_ref)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), dense_loss(x.double(), w.double(), y, 500), rtol=5e-3, atol=0)
 
@@ -96,7 +96,7 @@ def test_lookup_adds_to_the_gradient_in_place(tg):
     w = rand(0, 9, 3).requires_grad_()
     w.grad = torch.ones_like(w)
     ids, address = torch.tensor([4, 1, 4, 8]), w.grad.data_ptr()
-    y = tg.lookup(w, ids)
+    y = tg.lookup(w, w.grad, ids, tg.add_rows_ref)
     assert torch.equal(y, w[ids])
     dy = rand(1, 4, 3)
     y.backward(dy)

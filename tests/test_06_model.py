@@ -31,7 +31,7 @@ def stream(T, starts, seed=1):
 
 def view_of(tg, cfg, T):
     view = tg.view_at(cfg, 2, torch.device("cpu"), T)
-    return replace(view, short=9, long=25, turn=view.turn.to(torch.complex128))
+    return replace(view, short=9, long=25, turn=view.turn.double())
 
 
 def outputs(tg, model, tokens, doc_start, view):
@@ -107,7 +107,7 @@ def dense_network(tg, model, tokens, targets, doc_start, view):
         turned = []
         for y in (norm(q), norm(k)):
             a, b = y[..., 0::2], y[..., 1::2]
-            c, s = view.turn.real, -view.turn.imag
+            c, s = view.turn[..., 0], -view.turn[..., 1]
             turned.append(torch.stack((a * c + b * s, b * c - a * s), -1).flatten(-2))
         window = 25 if n in (3, 10) else 9
         keep = (j <= i) & (i - j <= window) & (j >= doc_start[:, None])

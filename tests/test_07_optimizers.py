@@ -38,16 +38,28 @@ def test_polar_of_zero_tiny_and_huge_is_finite(tg, size):
     assert u.isfinite().all() and (size > 0 or not u.any())
 
 
+def muon_step(tg, p, g, m, *, lr, mu, wd):
+    """One step of the two functions that the optimizer calls around polar."""
+    u = tg.polar(tg.muon_momentum(g, m, torch.tensor(mu), 1.0, torch.float32))
+    tg.muon_apply(p, None, u, torch.tensor(lr), torch.tensor(wd))
+
+
+def adam_step(tg, p, g, m, m2, *, lr, betas, wd, eps, count):
+    """tg.adam_step with the bias correction that the optimizer puts into the rate."""
+    rate = lr * (1 - betas[1] ** count) ** 0.5 / (1 - betas[0] ** count)
+    tg.adam_step(p, g, m, m2, torch.tensor(rate), torch.tensor(lr * lr * wd), betas=betas, eps=eps, share=1.0)
+
+
 def test_first_muon_step_is_semi_orthogonal_and_decay_is_cautious(tg):
     p, g, m = rand(0, 2, 16, 40), rand(1, 2, 16, 40), torch.zeros(2, 16, 40)
     before = p.clone()
-    tg.muon_step(p, g, m, lr=0.1, mu=0.9, wd=0.0, dtype=torch.float32)
+    muon_step(tg, p, g, m, lr=0.1, mu=0.9, wd=0.0)
     u = (before - p) / 0.1
     S = torch.linalg.svdvals(u)
     assert S.min() > 0.8 and S.max() < 1.2
     torch.testing.assert_close(m, 0.1 * g)
     q = before.clone()
-    tg.muon_step(q, g, torch.zeros_like(m), lr=0.1, mu=0.9, wd=0.5, dtype=torch.float32)
+    muon_step(tg, q, g, torch.zeros_like(m), lr=0.1, mu=0.9, wd=0.5)
     agrees = (u * before >= 0)
     torch.testing.assert_close(q, p - 0.1 * 0.5 * before * agrees, rtol=0, atol=1e-6)
     assert 0 < agrees.float().mean() < 1
@@ -57,7 +69,7 @@ def test_muon_momentum_is_nesterov(tg):
     """Two steps against the recurrence written out."""
     p, m, gs, mu = torch.zeros(1, 8, 8), torch.zeros(1, 8, 8), [rand(i, 1, 8, 8) for i in (3, 4)], 0.8
     for g in gs:
-        tg.muon_step(p, g, m, lr=1.0, mu=mu, wd=0.0, dtype=torch.float32)
+        muon_step(tg, p, g, m, lr=1.0, mu=mu, wd=0.0)
     m1 = 0.2 * gs[0]
     m2 = 0.8 * m1 + 0.2 * gs[1]
     want = -tg.polar(0.2 * gs[0] + 0.8 * m1) - tg.polar(0.2 * gs[1] + 0.8 * m2)
@@ -67,10 +79,10 @@ def test_muon_momentum_is_nesterov(tg):
 def test_zero_gradient_moves_nothing_but_decay(tg):
     p = rand(0, 1, 8, 8)
     q = p.clone()
-    tg.muon_step(q, torch.zeros_like(p), torch.zeros_like(p), lr=0.1, mu=0.9, wd=0.5, dtype=torch.float32)
+    muon_step(tg, q, torch.zeros_like(p), torch.zeros_like(p), lr=0.1, mu=0.9, wd=0.5)
     torch.testing.assert_close(q, p * 0.95)
-    tg.adam_step(q := p.clone(), torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p),
-                 lr=0.1, betas=(.9, .99), wd=.5, eps=1e-10, count=1)
+    adam_step(tg, q := p.clone(), torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p),
+              lr=0.1, betas=(.9, .99), wd=.5, eps=1e-10, count=1)
     assert torch.equal(q, p)
 
 
@@ -82,7 +94,7 @@ def test_adam_equals_torch_adam(tg):
     for count in range(1, 11):
         ref.grad = rand(count, 50)
         adam.step()
-        tg.adam_step(p, ref.grad, m, m2, lr=0.01, betas=(0.8, 0.95), wd=0.0, eps=1e-10, count=count)
+        adam_step(tg, p, ref.grad, m, m2, lr=0.01, betas=(0.8, 0.95), wd=0.0, eps=1e-10, count=count)
     torch.testing.assert_close(p, ref.data, rtol=1e-5, atol=1e-6)
 
 
@@ -91,7 +103,7 @@ def test_adam_decay_acts_only_where_it_agrees_and_with_lr_squared(tg):
     runs = []
     for wd in (0.0, 3.0):
         q = p.clone()
-        tg.adam_step(q, g, torch.zeros(200), torch.zeros(200), lr=0.1, betas=(.5, .9), wd=wd, eps=1e-10, count=1)
+        adam_step(tg, q, g, torch.zeros(200), torch.zeros(200), lr=0.1, betas=(.5, .9), wd=wd, eps=1e-10, count=1)
         runs.append(q)
     update = p - runs[0]
     torch.testing.assert_close(runs[1], runs[0] - (update * p > 0) * 0.01 * 3.0 * p)
@@ -128,8 +140,8 @@ def test_adam_parameters_step_on_odd_steps_with_the_sum_of_two_gradients(tg, one
     for row in tg.param_table(model, cfg):
         if row.name in tables:
             p = start[row.name].clone()
-            tg.adam_step(p, total[row.name] / 8, torch.zeros_like(p), torch.zeros_like(p), lr=0.008 * row.lr_mul,
-                         betas=row.betas, wd=0.005 * row.wd_mul, eps=1e-10, count=1)
+            adam_step(tg, p, total[row.name] / 8, torch.zeros_like(p), torch.zeros_like(p), lr=0.008 * row.lr_mul,
+                      betas=row.betas, wd=0.005 * row.wd_mul, eps=1e-10, count=1)
             torch.testing.assert_close(getattr(model, row.name).data, p)
     assert all(not p.grad.any() for p in model.parameters())
 
@@ -199,7 +211,11 @@ comm.close()
 
 
 def test_one_two_and_four_ranks_make_the_same_step(tg, tmp_path):
-    """The same micro-batch gradients spread over 1, 2 and 4 gloo ranks: weights equal to 1e-6 relative."""
+    """The same micro-batch gradients spread over 1, 2 and 4 gloo ranks: weights equal to 1e-6 relative.
+
+    At most two weights of a tensor may differ by the decay of four steps: where an update is next to zero, rounding
+    decides on its sign and thus on decay.
+    """
     from conftest import ROOT
     script = tmp_path / "ranks.py"
     script.write_text(RANKS.format(root=str(ROOT)))
@@ -210,4 +226,6 @@ def test_one_two_and_four_ranks_make_the_same_step(tg, tmp_path):
         weights.append(torch.load(tmp_path / f"{ranks}.pt"))
     for other in weights[1:]:
         for a, b in zip(weights[0], other):
-            assert (a - b).norm() <= 1e-6 * a.norm()
+            far = (a - b).abs() > 1e-5 * a.abs().max()
+            assert far.sum() <= 2 and ((a - b).abs() <= 4 * 0.02 * 0.02 * a.abs() + 1e-5)[far].all()
+            assert (a - b)[~far].norm() <= 1e-6 * a.norm()

@@ -1,7 +1,10 @@
 """Section 10: what happens before the clock leaves no trace."""
 
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 
@@ -19,8 +22,10 @@ def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
     touched = []
     real = opt.step
     opt.step = lambda *rest: (real(*rest), touched.append(not torch.equal(opt.tensors()[0], before[0])))
-    tg.warm_up(cfg, model, opt, views, tg.view_at(cfg, 4, one_rank.device, 64, 160))
+    told = []
+    tg.warm_up(cfg, model, opt, views, tg.view_at(cfg, 4, one_rank.device, 64, 160), tell=told.append)
     assert touched == [True, True]
+    assert told == ["T 96", "T 80", "T 64", "T 32", "T 32", "optimizer", "validation"]
     assert all(torch.equal(x, y) for x, y in zip(opt.tensors(), before, strict=True))
     assert torch.equal(torch.get_rng_state(), rng) and opt.n_adam == n_adam
 
@@ -29,3 +34,64 @@ def test_synthetic_tokens_are_legal_and_differ(tg):
     tokens, targets, doc_start = tg.synthetic(5000, torch.device("cpu"))
     assert tokens.max() < tg.VOCAB and len(set(tokens.tolist())) == 5000 and torch.equal(tokens[1:], targets[:-1])
     assert not doc_start.any()
+
+
+@pytest.mark.parametrize("switch, names", (
+    ("none", set()), ("relu2", {"relu2"}), ("none,relu2", {"relu2"}), ("relu2,heads", {"relu2", "heads"})))
+def test_pick(tg, switch, names):
+    assert tg.pick(switch) == names
+
+
+def test_pick_all_and_less(tg):
+    assert tg.pick("all") == set(tg.FAST)
+    assert tg.pick("all,-relu2,-heads") == set(tg.FAST) - {"relu2", "heads"}
+
+
+@pytest.mark.parametrize("switch", ("every", "all,relu", "relu2,-nothing", ""))
+def test_pick_refuses_what_it_does_not_know(tg, switch):
+    with pytest.raises(tg.Refusal, match="no replacement named .*Names: attention, "):
+        tg.pick(switch)
+
+
+def test_a_cpu_runs_the_references(tg):
+    names, ops = tg.choose(tg.PRESETS["solo"], torch.device("cpu"))
+    assert names == [] and vars(ops) == vars(tg.references())
+
+
+def on_gpu_with(monkeypatch, tg, free_bytes, **changes):
+    """check_memory of solo, as on a GPU with so much free memory."""
+    cfg = replace(tg.PRESETS["solo"], **changes)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 1 << 40))
+    comm = SimpleNamespace(rank=0, world=1, device=torch.device("cuda"))
+    return cfg, lambda: tg.check_memory(cfg, comm)
+
+
+def test_memory_that_suffices_is_no_matter(tg, monkeypatch):
+    on_gpu_with(monkeypatch, tg, 80 << 30)[1]()
+
+
+@pytest.mark.parametrize("gib", (12, 16, 20))
+def test_the_cure_for_too_little_memory_fits(tg, monkeypatch, gib):
+    """Bytes needed and free are named; the settings named keep the tokens of a step and pass the check."""
+    cfg, check = on_gpu_with(monkeypatch, tg, gib << 30)
+    with pytest.raises(tg.Refusal) as e:
+        check()
+    text = str(e.value)
+    needed, free = (int(x.replace(",", "")) for x in
+                    re.search(r"need about ([\d,]+) bytes.*free are ([\d,]+) ", text).groups())
+    assert free == gib << 30 and needed > free
+    words = re.findall(r"(?:t_factor|n_micro|val_seq)=[\d.]*\d", text.split("Take ")[1])
+    cured = tg.parse(["solo", *words])
+    assert cured.t_factor * cured.n_micro == 1 or cured.t_factor == 1
+    on_gpu_with(monkeypatch, tg, gib << 30, stages=cured.stages, val_seq=cured.val_seq)[1]()
+
+
+def test_weights_that_do_not_fit_have_no_cure(tg, monkeypatch):
+    with pytest.raises(tg.Refusal, match="The weights alone do not fit"):
+        on_gpu_with(monkeypatch, tg, 1 << 30)[1]()
+
+
+def test_make_on_meta_has_the_sizes_of_the_real_thing(tg, one_rank):
+    cfg = replace(tg.PRESETS["tiny"], d_model=24, d_head=4, d_mlp=40)
+    meta, real = (sum(x.nbytes for x in tg.make(cfg, one_rank, torch.device(d))[1].tensors()) for d in ("meta", "cpu"))
+    assert meta == real > 0

@@ -15,7 +15,8 @@ FORMS = [
     r"phase: .+ \d+\.\d s", r"stage \d \| until step \d+ \| .+", r"val_(loss|unigram): \d+\.\d{6}",
     r"step +\d+/42 \| tokens +[\d,]+ \| loss +\d+\.\d{6} \| time +\d+\.\d{3} s \| +\d+\.\d\d ms/step",
     r"val +\d+/42 \| loss +\d+\.\d{6} \| time +\d+\.\d{3} s", r"batch +\d+( \||( [0-9a-f]{8}))+", r"---",
-    r"train_s(_spread)?: \d+\.\d+", r"ms_per_step: \d+\.\d\d", r"peak_gpu_mib: (\d+|n/a)", r"saved: .+", r"end: ok",
+    r"fast: none", r"ms_by_stage: \d+\.\d\d(, \d+\.\d\d)*", r"tokens_per_s: \d+", r"cold_start_s: \d+\.\d",
+    r"compiled_on_clock: 0", r"gpu_(sm_mhz|power_w|temp_c): n/a", r"train_s(_spread)?: \d+\.\d+", r"ms_per_step: \d+\.\d\d", r"peak_gpu_mib: (\d+|n/a)", r"saved: .+", r"end: ok",
 ]
 
 
@@ -101,3 +102,26 @@ def test_the_main_job_learns_from_context(tmp_path):
     assert lines[-1] == "end: ok" and len(losses(lines)) == 42
     assert float(footer["val_loss"]) <= 7.00 < float(footer["val_unigram"])
     assert footer["tokens"] == "180224"
+
+
+SMALL = ["tiny", "stop=5", "d_model=24", "d_head=4", "d_mlp=40", "n_micro=2", "val_tokens=4096"]
+
+
+def test_runs_share_a_process_and_equal_single_runs(tmp_path):
+    """runs=2: a log for each seed; the second run is bit for bit that of seed=2 alone: nothing is left of the first."""
+    assert run([*SMALL, "runs=2", f"log_dir={tmp_path}/both"]).returncode == 0
+    assert run([*SMALL, "seed=2", f"log_dir={tmp_path}/alone"]).returncode == 0
+    both = {path.stem[-1]: path.read_text().splitlines() for path in (tmp_path / "both").glob("*.log")}
+    assert sorted(both) == ["1", "2"] and all(lines[-1] == "end: ok" for lines in both.values())
+    alone, footer = read_log(tmp_path / "alone")
+    assert len(losses(alone)) == 5 and losses(both["2"]) == losses(alone) != losses(both["1"])
+    same = (f"val_loss: {footer['val_loss']}", f"data_hash: {footer['data_hash']}", "seed: 2")
+    assert all(line in both["2"] for line in same) and "seed: 1" in both["1"]
+    assert "cold_start_s: n/a, not the first run" in both["2"] and "cold_start_s: n/a, not the first run" not in both["1"]
+    assert any(line.startswith("phase: new weights") for line in both["2"])
+
+
+def test_t_factor_and_more_micro_batches_keep_the_tokens_of_a_step(tmp_path):
+    assert run([*SMALL, "t_factor=0.5", "n_micro=4", f"log_dir={tmp_path}"]).returncode == 0
+    lines, footer = read_log(tmp_path)
+    assert int(footer["tokens"]) == 5 * 2 * 256 and any("T 128 | batch 512 tokens" in line for line in lines)
