@@ -959,17 +959,18 @@ FAST["add_rows"] = Fast("reorder", add_rows_ref, add_rows, _add_rows_example)
 CAP, CAP_SHIFT, CAP_SLOPE = 23.0, 5.0, 7.5   # logits l are capped to z = 23 sigmoid((l + 5) / 7.5), from [4]
 
 
-def loss_rows_ref(logits, targets, n_classes, wants_grad):
+def loss_rows_ref(logits, targets, n_classes, wants_grad, spare=None):
     """(nll, dlogits) of a block of rows: the loss of each, and its gradient or None.
 
     math     z = 23 sigmoid((l + 5) / 7.5);  nll = log(sum_{c < n_classes} exp z_c) - z_target
     shapes   logits, dlogits: (rows, V); targets: (rows,) int64; nll: (rows,)
     dtypes   softmax and nll at least fp32; dlogits as logits, which are overwritten
+    spare    memory like logits in the softmax's dtype: a CPU is slow at getting it anew for every block
     """
     sig = logits.to(torch.promote_types(logits.dtype, torch.float32))
     y, shift, floor = targets[:, None], sig.new_tensor(CAP_SHIFT / CAP_SLOPE), sig.new_tensor(-CAP)
     torch.add(shift, sig, alpha=1 / CAP_SLOPE, out=sig).sigmoid_()
-    p = torch.add(floor, sig, alpha=CAP).exp_()                                # z < 23: no maximum is needed
+    p = torch.add(floor, sig, alpha=CAP, out=spare).exp_()                     # z < 23: no maximum is needed
     p[:, n_classes:] = 0
     total = p.sum(1, keepdim=True)
     nll = (total.log() + CAP - CAP * sig.gather(1, y)).squeeze(1)
@@ -980,8 +981,8 @@ def loss_rows_ref(logits, targets, n_classes, wants_grad):
     return nll, p.mul_(sig.addcmul_(sig, sig, value=-1)).type_as(logits)              # times sig (1 - sig)
 
 
-def loss_rows(logits, targets, n_classes, wants_grad):
-    """loss_rows_ref for the compiler, which makes it one pass over the logits."""
+def loss_rows(logits, targets, n_classes, wants_grad, spare=None):
+    """loss_rows_ref for the compiler, which makes it one pass over the logits and needs no spare memory."""
     classes = torch.arange(logits.shape[1], device=logits.device)
     sig = torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SLOPE)
     p = torch.exp(CAP * sig - CAP) * (classes < n_classes)
@@ -1108,10 +1109,14 @@ class _SoftcapLoss(torch.autograd.Function):
         wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         dx, dw = (torch.empty_like(x), torch.zeros_like(w)) if wants_grad else (None, None)
         nll, logits = [], x.new_empty(min(rows, len(x)), len(w))
+        acc = torch.promote_types(x.dtype, torch.float32)
+        spare = None if x.is_cuda else torch.empty_like(logits, dtype=acc)
         for start in range(0, len(x), rows):
             here = slice(start, min(start + rows, len(x)))
-            block = torch.mm(x[here], w.T, out=logits[:here.stop - start])
-            some, dlogits = rows_op(block, targets[here], n_classes, wants_grad)
+            n = here.stop - start
+            block = torch.mm(x[here], w.T, out=logits[:n])
+            some, dlogits = rows_op(block, targets[here], n_classes, wants_grad,
+                                    None if spare is None else spare[:n])
             nll.append(some)
             if wants_grad:
                 torch.mm(dlogits, w, out=dx[here])
