@@ -765,8 +765,9 @@ def host_lines(comm):
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
     cuda = ""
     if on_gpu:
-        cuda = (f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, Triton "
-                f"{metadata.version('triton')}, driver {driver_version()}")
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+        triton = next((d.version for d in metadata.distributions(name="triton")), "none")
+        cuda = f", CUDA {torch.version.cuda}, NCCL {nccl}, Triton {triton}, driver {driver_version()}"
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"
     return [f"host: {comm.world} x {device}, {threads}",
             f"software: {versions}{cuda}, {platform.system()} {platform.release()}"]
@@ -2031,6 +2032,9 @@ def compiled(row, backend="inductor"):
 def choose(cfg, device):
     """(names, ops): the rows of FAST that run, and a function for every row. A CPU runs the references."""
     names = pick(cfg.fast) if device.type == "cuda" else set()
+    if "attention" in names and cfg.dtype != "bf16":
+        raise Refusal(f"dtype={cfg.dtype} with fast={cfg.fast}: the fast attention wants bf16. "
+                      f"Take fast=all,-attention, or dtype=bf16.")
     ops = references()
     for name in names:
         setattr(ops, name, compiled(FAST[name]) if FAST[name].build else FAST[name].fast)

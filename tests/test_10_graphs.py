@@ -95,3 +95,11 @@ def test_make_on_meta_has_the_sizes_of_the_real_thing(tg, one_rank):
     cfg = replace(tg.PRESETS["tiny"], d_model=24, d_head=4, d_mlp=40)
     meta, real = (sum(x.nbytes for x in tg.make(cfg, one_rank, torch.device(d))[1].tensors()) for d in ("meta", "cpu"))
     assert meta == real > 0
+
+
+def test_fast_attention_in_fp32_is_refused(tg):
+    cfg = replace(tg.PRESETS["solo"], dtype="fp32")
+    with pytest.raises(tg.Refusal, match="dtype=fp32 with fast=all: .*fast=all,-attention"):
+        tg.choose(cfg, torch.device("cuda"))
+    names, ops = tg.choose(replace(cfg, fast="add_rows"), torch.device("cuda"))
+    assert names == ["add_rows"] and ops.add_rows is tg.add_rows and ops.attention is tg.attention_ref
