@@ -9,17 +9,17 @@ cores, where the frequencies of the tokens alone give 7.23.
 
 Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each section:
 
-    1  Config        215   every setting of a run, the presets, the command line
+    1  Config        235   every setting of a run, the presets, the command line
     2  Host          500   ranks and collectives, the log, the clock, how all ranks stop when one fails
     3  Numbers        60   number formats: fp32 masters as bf16 + int16; the registry of fast replacements
-    4  Kernels       160   attention, gradients of tables, loss: what a GPU runs, beside its reference
-    5  Ops           135   norm, rotary, table look-up and loss, as the model uses them
-    6  Model         200   the layer table, the weights, the forward pass, the optimizer's parameter table
-    7  Optimizers    210   Polar Express, Muon, Adam, and how their work is spread over the ranks
-    8  Data          400   token shards: reading, checking, packing documents, the worker thread
-    9  Schedules      60   stages, learning rate, momentum and windows as pure functions of the step
-    10 Graphs        125   what is done once before the clock starts: compiling, memory, warm-up
-    11 Train         355   validation, the timed loop, main
+    4  Kernels       400   attention, loss, glue, updates: what a GPU runs, beside its reference
+    5  Ops            75   table look-up and loss, as the model uses them
+    6  Model         390   the layer table, the weights, the forward pass, the optimizer's parameter table
+    7  Optimizers    120   Muon and Adam over all tensors, and how their work is spread over the ranks
+    8  Data          475   token shards: reading, checking, packing documents; targets; the worker thread
+    9  Schedules      90   stages, rates, windows, classes and targets as pure functions of the step
+    10 Graphs        130   what is done once before the clock starts: compiling, memory, warm-up
+    11 Train         365   validation, the timed loop, main
 
 Three ways to read it: for the learning 1, 9, 6, 7; for the systems 2, 4, 8, 10; to run it 11 and README.md.
 
@@ -76,7 +76,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-# ======== 1. Config ============================================================== budget 215 ====
+# ======== 1. Config ============================================================== budget 235 ====
 # Every setting of a run is a field of Config; a preset is a Config; the command line is
 # `[preset] [key=value ...]` and nothing else is read, no environment variable but torchrun's.
 # Numbers that follow from other numbers are properties, so they cannot disagree.
@@ -84,11 +84,14 @@ from torch.utils.checkpoint import checkpoint
 VOCAB = 50_257           # GPT-2's tokens; a shard holds ids below this
 VOCAB_PADDED = 50_304    # V: classes of the head, a multiple of 128 and of every world size
 BOS = 50_256             # <|endoftext|>, the first token of every document
+COPY = 50_257            # a class that is no token; it is always among the classes of the loss
 WORLDS = (1, 2, 4, 8)    # legal world sizes; n_micro must be a multiple of the one in use
 STAGE_SHARES = (0.2854, 0.6063, 0.9394, 0.9994)   # stage ends as shares of n_sched / 0.9994, from [4]
 REFERENCE_SCHED = 978    # n_sched from which on the inserted and the extension steps have full length
 N_INSERTED, N_EXTENSION = 52, 20                  # steps added inside stage 2, and after stage 3
 REFERENCE_STEPS = 1050   # n_steps for which the momentum ramps below are stated
+FUTURE_WEIGHTS = (1.0, 0.5, 0.25)   # of the next token in the loss, the one after it, and the third [4]
+PREFIX_WEIGHTS = (0.25, 0.20, 0.15, 0.10, 0.05)   # of the next token's prefix: stage 0, quarters of stage 1
 
 
 class Refusal(Exception):
@@ -103,6 +106,16 @@ class Stage:
     short: int           # attention window of most layers
     long: int            # attention window of the others
     lr: float
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the loader must know of a step; see 9 for the schedules behind it."""
+    T: int
+    max_doc: int
+    n_classes: int       # the loss of a micro-batch is taken over so many classes
+    future: tuple        # weights of the next tokens as targets
+    prefix: tuple        # () or (weight,) of the next token's longest proper prefix as a target
 
 
 @dataclass(frozen=True)
@@ -132,16 +145,20 @@ class Config:
     # network
     d_model: int = 768
     n_heads: int = 6
-    d_head: int = 128
+    d_head: int = 128            # of a wide head; q and k of a narrow one have half as many channels
     d_mlp: int = 2816
     dtype: str = "bf16"          # of weights and activations: bf16 or fp32
-    attn_scale: float = 0.1      # softmax scale of the first stage; YaRN raises it with the window
+    scale_narrow: float = 0.13   # softmax scales of the first stage; YaRN raises them with the windows
+    scale_wide: float = 0.085
     # schedule
     n_micro: int = 8             # micro-batches of one global step
     t_factor: float = 1.0        # factor on every stage's T, for GPUs with less memory
     n_sched: int = 978           # scheduled steps; n_steps and every boundary follow from it
     val_long: int = 2560         # long window at the final validation
     lr_floor: float = 0.30       # absolute: not a factor on the stage's lr
+    p_early: int = 10_240        # classes in the loss of stages 0 and 1
+    p_middle: int = 14_336       # of the first two thirds of stage 2
+    p_late: int = 24_576         # of its last third; from then on all
     cooldown_from: float = 0.2   # share of the scheduled steps after which the lr falls
     mu_low: float = 0.85
     mu_high: float = 0.93
@@ -193,7 +210,8 @@ PRESETS = {
         train_files="data/proxy/proxy_train_*.bin", val_files="data/proxy/proxy_val_*.bin"),
     "tiny": replace(
         RECORD, preset="tiny", fast="none", n_sched=39, d_model=96, d_head=16, d_mlp=352, dtype="fp32",
-        attn_scale=0.3,
+        adam_lr=0.02, scale_narrow=0.37, scale_wide=0.24,
+        p_early=2048, p_middle=2048, p_late=2048,
         train_files="data/sample/sample_train_*.bin", val_files="data/sample/sample_val_*.bin",
         val_tokens=16_384, val_seq=2048, val_long=160,
         stages=(Stage(256, 112,  8,  24, 1.0),
@@ -227,9 +245,13 @@ def value_of(name, text, default):
 def check_config(cfg):
     """Refuse settings that cannot work together, naming both numbers."""
     for name in ("runs", "n_sched", "n_micro", "val_tokens", "val_seq", "val_long", "top_k", "d_head",
-                 "d_mlp", "mu_rise", "mu_fall", "join_limit_s", "start_limit_s", "step_limit_s"):
+                 "d_mlp", "p_early", "p_middle", "p_late", "mu_rise", "mu_fall", "join_limit_s",
+                 "start_limit_s", "step_limit_s"):
         if getattr(cfg, name) < 1:
             raise Refusal(f"{name}={getattr(cfg, name)}: want at least 1.")
+    for name in ("p_early", "p_middle", "p_late"):
+        if getattr(cfg, name) > VOCAB_PADDED:
+            raise Refusal(f"{name}={getattr(cfg, name)}: want at most {VOCAB_PADDED}, the number of classes.")
     if cfg.top_k > VOCAB:
         raise Refusal(f"top_k={cfg.top_k}: want at most {VOCAB}, the number of tokens.")
     for f in fields(cfg):
@@ -845,7 +867,7 @@ def references():
     return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
 
 
-# ======== 4. Kernels ============================================================ budget 160 ====
+# ======== 4. Kernels ============================================================ budget 400 ====
 # Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
 # the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
 # tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
@@ -878,9 +900,30 @@ class Documents:
         return F.pad(begins, (0, 1), value=len(self.start)).int()
 
     @functools.cached_property
+    def goes_on(self):
+        """Whether a token has a predecessor in its document: (T, 1) bool."""
+        position = torch.arange(len(self.start), device=self.start.device)
+        return (self.start < position)[:, None]
+
+    @functools.cached_property
+    def doubled(self):
+        """The same documents in a stream with two places for every token."""
+        return Documents(2 * self.start.repeat_interleave(2))
+
+    @functools.cached_property
     def longest(self):
         """Tokens of the longest document."""
         return int(self.bounds.diff().max())
+
+
+def paired(x):
+    """Heads 2p and 2p + 1 in one stream of two places a token: (T, H, E) -> (2T, H/2, E)."""
+    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
+
+
+def unpaired(x):
+    """The inverse of paired."""
+    return x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 def _attend(q, k, v, bias):
@@ -890,14 +933,18 @@ def _attend(q, k, v, bias):
     return (scores.softmax(-1).type_as(v) @ v).transpose(0, 1)
 
 
-def attention_ref(q, k, v, documents, *, window):
-    """Causal attention inside documents over the last `window` tokens and the token itself.
+def attention_ref(q, k, v, documents, *, window, pairs=False):
+    """Causal attention inside documents over the last `window` places and the place itself.
 
     math     y_i = sum_j softmax_j(q_i k_j) v_j over start[i] <= j and i - window <= j <= i
-    shapes   q, k, v, y: (T, H, E)
+    shapes   q, k: (T, H, E), v, y: (T, H, E of v)
     dtypes   that of q, k, v; scores in fp32
-    Blocks of queries look at the keys [first - window, stop); each is recomputed in the backward pass.
+    With pairs, heads 2p and 2p + 1 share a stream in which a token has two places, see paired. Blocks of
+    queries look at the keys [first - window, stop); each is recomputed in the backward pass.
     """
+    if pairs:
+        q, k, v = map(paired, (q, k, v))
+        return unpaired(attention_ref(q, k, v, documents.doubled, window=window))
     rows = min(ATTN_MOST, max(ATTN_ROWS[q.device.type], 2 ** math.ceil(math.log2(max(window, 1)))))
     position = torch.arange(len(q), device=q.device)
     outputs = []
@@ -914,14 +961,19 @@ def attention_ref(q, k, v, documents, *, window):
     return torch.cat(outputs)
 
 
-def attention(q, k, v, documents, *, window):
+def attention(q, k, v, documents, *, window, pairs=False):
     """attention_ref by FlashAttention 2 for documents of any number and length; bf16 or fp16."""
+    if pairs:
+        q, k, v = map(paired, (q, k, v))
+        return unpaired(attention(q, k, v, documents.doubled, window=window))
     varlen = import_module(VARLEN)       # here, since it imports the compiler: 1.7 s that a CPU need not pay
     bounds, longest = documents.bounds, documents.longest
+    q, k = (F.pad(x, (0, v.shape[-1] - x.shape[-1])) for x in (q, k))    # it knows one width for all three
     return varlen.varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=1.0, window_size=(window, 0))
 
 
 def _attention_example(rand, size):
+    """Documents of 161 tokens on average, and a window shorter than most of them."""
     T = EXAMPLE_T[size]
     q, k, v = rand(T, EXAMPLE_QKV, EXAMPLE_H, EXAMPLE_E).unbind(1)
     position = torch.arange(T, device=q.device)
@@ -947,6 +999,7 @@ def add_rows(grad, ids, dy):
 
 
 def _add_rows_example(rand, size):
+    """Every id some dozens of times, in no order."""
     T = EXAMPLE_T[size]
     dy = rand(T, EXAMPLE_H * EXAMPLE_E)
     return (torch.zeros_like(dy), dy[:, 0].argsort().int() // EXAMPLE_PART, dy), {}
@@ -960,68 +1013,74 @@ FAST["add_rows"] = Fast("reorder", add_rows_ref, add_rows, _add_rows_example)
 CAP, CAP_SHIFT, CAP_SLOPE = 23.0, 5.0, 7.5   # logits l are capped to z = 23 sigmoid((l + 5) / 7.5), from [4]
 
 
-def loss_rows_ref(logits, targets, n_classes, wants_grad, spare=None):
+def loss_rows_ref(logits, targets, weights, n_classes, wants_grad, spare=None):
     """(nll, dlogits) of a block of rows: the loss of each, and its gradient or None.
 
-    math     z = 23 sigmoid((l + 5) / 7.5);  nll = log(sum_{c < n_classes} exp z_c) - z_target
-    shapes   logits, dlogits: (rows, V); targets: (rows,) int64; nll: (rows,)
+    math     z = 23 sigmoid((l + 5) / 7.5);  nll = sum_k w_k (log(sum_{c < n_classes} exp z_c) - z_target_k)
+    shapes   logits, dlogits: (rows, P); targets: (rows, K) int64, weights: (rows, K) fp32; nll: (rows,)
     dtypes   softmax and nll at least fp32; dlogits as logits, which are overwritten
     spare    memory like logits in the softmax's dtype: a CPU is slow at getting it anew for every block
+    A target of weight 0 counts for nothing.
     """
     sig = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    y, shift, floor = targets[:, None], sig.new_tensor(CAP_SHIFT / CAP_SLOPE), sig.new_tensor(-CAP)
+    shift, floor, weights = sig.new_tensor(CAP_SHIFT / CAP_SLOPE), sig.new_tensor(-CAP), weights.type_as(sig)
     torch.add(shift, sig, alpha=1 / CAP_SLOPE, out=sig).sigmoid_()
     p = torch.add(floor, sig, alpha=CAP, out=spare).exp_()                     # z < 23: no maximum is needed
     p[:, n_classes:] = 0
-    total = p.sum(1, keepdim=True)
-    nll = (total.log() + CAP - CAP * sig.gather(1, y)).squeeze(1)
+    total, weight = p.sum(1, keepdim=True), weights.sum(1, keepdim=True)
+    nll = (weights * (total.log() + CAP - CAP * sig.gather(1, targets))).sum(1)
     if not wants_grad:
         return nll, None
     slope = CAP / CAP_SLOPE
-    p.mul_(slope / total).scatter_add_(1, y, torch.full_like(nll[:, None], -slope))   # slope dnll/dz
+    p.mul_(slope * weight / total).scatter_add_(1, targets, -slope * weights)         # slope dnll/dz
     return nll, p.mul_(sig.addcmul_(sig, sig, value=-1)).type_as(logits)              # times sig (1 - sig)
 
 
-def loss_rows(logits, targets, n_classes, wants_grad, spare=None):
+def loss_rows(logits, targets, weights, n_classes, wants_grad, spare=None):
     """loss_rows_ref for the compiler, which makes it one pass over the logits and needs no spare memory."""
     classes = torch.arange(logits.shape[1], device=logits.device)
     sig = torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SLOPE)
     p = torch.exp(CAP * sig - CAP) * (classes < n_classes)
-    total = p.sum(1, keepdim=True)
-    nll = total.log() + CAP - CAP * sig.gather(1, targets[:, None])
+    total, weight = p.sum(1, keepdim=True), weights.sum(1, keepdim=True)
+    nll = (weights * (total.log() + CAP - CAP * sig.gather(1, targets))).sum(1)
     if not wants_grad:
-        return nll.squeeze(1), None
-    is_target = (classes == targets[:, None]).float()
-    return nll.squeeze(1), ((p / total - is_target) * sig * (1 - sig) * (CAP / CAP_SLOPE)).type_as(logits)
+        return nll, None
+    hits = sum(w[:, None] * (classes == y[:, None]) for w, y in zip(weights.unbind(1), targets.unbind(1)))
+    return nll, ((weight * p / total - hits) * sig * (1 - sig) * (CAP / CAP_SLOPE)).type_as(logits)
+
+
+def loss_blocks(x, w, goals, n_classes, rows_op, *, rows, wants_grad):
+    """(loss, dx, dw) of all rows of x (T, D), `rows` at a time by rows_op; goals: (targets, weights)."""
+    dx, dw = (torch.empty_like(x), torch.zeros_like(w)) if wants_grad else (None, None)
+    nll, logits = [], x.new_empty(min(rows, len(x)), len(w))
+    acc = torch.promote_types(x.dtype, torch.float32)
+    spare = None if x.is_cuda else torch.empty_like(logits, dtype=acc)
+    for start in range(0, len(x), rows):
+        here = slice(start, min(start + rows, len(x)))
+        n = here.stop - start
+        block = torch.mm(x[here], w.T, out=logits[:n])
+        some, dlogits = rows_op(block, *(goal[here] for goal in goals), n_classes, wants_grad,
+                                None if spare is None else spare[:n])
+        nll.append(some)
+        if wants_grad:
+            torch.mm(dlogits, w, out=dx[here])
+            dw.addmm_(dlogits.T, x[here])
+    return torch.cat(nll).sum(), dx, dw
 
 
 def _loss_rows_example(rand, size):
+    """Two likely targets for every row, and a last class that is none."""
     logits = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_V)
-    return (logits, logits[:, 1:].argmax(1), EXAMPLE_V - 1, True), {}
+    targets = logits[:, 1:].topk(2).indices
+    return (logits, targets, logits[:, :2].float().square(), EXAMPLE_V - 1, True), {}
 
 
 FAST["loss_rows"] = Fast("reorder", loss_rows_ref, loss_rows, _loss_rows_example, "step")
 
 
-# ======== 5. Ops ================================================================ budget 135 ====
-# What the model is made of: the small functions between the matrix products, which a GPU runs compiled, and
-# autograd around section 4. The backward passes written here add gradients where they belong, so that no
-# gradient of a table's or the logits' full size is made twice. They know nothing of layers or steps.
+# ---- 4.4 glue: small functions between the matrix products ---------------------------------------
 
-LOSS_ROWS = {"cpu": 128, "cuda": 4096}   # rows of logits at once; on a CPU they should stay in its cache
-
-
-# ---- 5.1 glue: small functions between the matrix products ---------------------------------------
-
-def documents(doc_start):
-    """What attention knows of a stream, see Documents; made once for all layers."""
-    return Documents(doc_start)
-
-
-def mix_norm(x, y, x0, mix_x, mix_x0):
-    """The input of a block and its norm: mix_x (x + y) + mix_x0 x0. x, y, x0: (T, D), mix: fp32 ()."""
-    x = mix_x.type_as(x) * (x + y) + mix_x0.type_as(x) * x0
-    return x, rms_norm(x)
+SELF_FLOOR = 1e-8            # of |v|^2 in exclude_self
 
 
 def relu2(z):
@@ -1032,12 +1091,13 @@ def relu2(z):
 def rotate(x, turn):
     """Turn adjacent pairs of channels, read as complex numbers, by the angle of the position.
 
-    x: (T, H, E)   turn: (T, 1, E/2, 2) fp32, real and imaginary part of exp(-i angle); 1 for pairs that have
-    no position.
+    x: (T, H, E)   turn: (T, J, E/2, 2) fp32, real and imaginary part of exp(-i angle); 1 for pairs that have
+    no position. Head h takes the angle of place h mod J of its token.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
-    turned = torch.view_as_complex(wide) * torch.view_as_complex(turn)
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
+    wide = wide.unflatten(1, (-1, turn.shape[1]))                                # (T, H/J, J, E/2, 2)
+    turned = torch.view_as_complex(wide) * torch.view_as_complex(turn)[:, None]
+    return torch.view_as_real(turned).flatten(-2).flatten(1, 2).type_as(x)
 
 
 def heads_ref(qk, turn, scale):
@@ -1048,299 +1108,74 @@ def heads_ref(qk, turn, scale):
 
 def heads(qk, turn, scale):
     """heads_ref for the compiler, which knows no complex numbers; rounds once, at the end."""
-    x = rms_norm(qk.float())
-    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)                                   # (T, 2, H, E/2)
-    c, s = turn[:, None].unbind(-1)
-    q, k = torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2).unbind(1)
+    x = rms_norm(qk.float()).unflatten(2, (-1, turn.shape[1]))
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)                                   # (T, 2, H/J, J, E/2)
+    c, s = turn[:, None, None].unbind(-1)
+    q, k = torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2).flatten(2, -2).unbind(1)
     return (scale * q).type_as(qk), k.type_as(qk)
 
 
+def previous(x):
+    """The row before each row of x; the first one stands before itself."""
+    return torch.cat((x[:1], x[:-1]))
+
+
+def smear(e, goes_on, gate):
+    """e plus gate times the token before, where its document goes on. e: (T, D), goes_on, gate: (T, 1)."""
+    return e + torch.where(goes_on, gate * previous(e), 0)
+
+
+def key_offset(k, goes_on):
+    """Keys (T, H, E) with the second half of the token before, where its document goes on: (T, 1) bool."""
+    turning, still = k.chunk(2, -1)
+    return torch.cat((turning, torch.where(goes_on[:, :, None], previous(still), still)), -1)
+
+
+def exclude_self(y, v, alpha):
+    """y less tanh(alpha) times its part along the token's own v. y, v: (T, H, E), alpha: (T, H)."""
+    along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=SELF_FLOOR)
+    return y - (torch.tanh(alpha) * along)[:, :, None] * v
+
+
 def _heads_example(rand, size):
+    """One place for every token."""
     T = EXAMPLE_T[size]
     turn = F.normalize(rand(T, 1, EXAMPLE_E // 2, 2).float(), dim=-1)
     return (rand(T, 2, EXAMPLE_H, EXAMPLE_E), turn, turn.new_tensor(0.5)), {}
 
 
-def _mix_norm_example(rand, size):
-    x, y, x0 = rand(EXAMPLE_QKV, EXAMPLE_T[size], EXAMPLE_H * EXAMPLE_E)
-    return (x, y, x0, rand().float(), rand().float()), {}
-
-
 def _relu2_example(rand, size):
+    """A row of hidden units for every token."""
     return (rand(EXAMPLE_T[size], EXAMPLE_F),), {}
 
 
+def _smear_example(rand, size):
+    """A stream, and a gate for every token."""
+    (x, _, _, documents), _ = _attention_example(rand, size)
+    x = x.flatten(1)
+    return (x, documents.goes_on, x[:, :1].sigmoid()), {}
+
+
+def _key_offset_example(rand, size):
+    """Keys of documents of 161 tokens on average."""
+    (k, _, _, documents), _ = _attention_example(rand, size)
+    return (k, documents.goes_on), {}
+
+
+def _exclude_self_example(rand, size):
+    """What the heads have read, their own values, and a factor for each."""
+    (y, v, w, _), _ = _attention_example(rand, size)
+    return (y, v, w[:, :, 0]), {}
+
+
 FAST["heads"] = Fast("reorder", heads_ref, heads, _heads_example, "glue")
-FAST["mix_norm"] = Fast("reorder", mix_norm, mix_norm, _mix_norm_example, "glue")
 FAST["relu2"] = Fast("reorder", relu2, relu2, _relu2_example, "glue")
+FAST["smear"] = Fast("reorder", smear, smear, _smear_example, "glue")
+FAST["key_offset"] = Fast("bitwise", key_offset, key_offset, _key_offset_example, "glue")
+FAST["exclude_self"] = Fast("reorder", exclude_self, exclude_self, _exclude_self_example, "glue")
 
 
-# ---- 5.2 tables: rows in, gradients of rows out --------------------------------------------------
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, w, grad, ids, add):
-        ctx.grad, ctx.add = grad, add
-        ctx.save_for_backward(ids)
-        return F.embedding(ids, w)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.add(ctx.grad, *ctx.saved_tensors, dy)
-        return None, None, None, None
-
-
-def lookup(w, grad, ids, add):
-    """Rows `ids` of the table w: (T, D). Their gradient is added to grad in place: a gradient of the table's
-    size for each of a step's micro-batches would cost more than the step on a CPU."""
-    return _Lookup.apply(w, grad, ids, add)
-
-
-# ---- 5.3 loss: soft-capped cross-entropy, one block of rows after the other ----------------------
-
-def softcap(logits):
-    """z = 23 sigmoid((l + 5) / 7.5): between 0 and 23 whatever the logits."""
-    return CAP * torch.sigmoid((logits + CAP_SHIFT) / CAP_SLOPE)
-
-
-class _SoftcapLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, targets, n_classes, rows_op):
-        rows = LOSS_ROWS[x.device.type]
-        wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        dx, dw = (torch.empty_like(x), torch.zeros_like(w)) if wants_grad else (None, None)
-        nll, logits = [], x.new_empty(min(rows, len(x)), len(w))
-        acc = torch.promote_types(x.dtype, torch.float32)
-        spare = None if x.is_cuda else torch.empty_like(logits, dtype=acc)
-        for start in range(0, len(x), rows):
-            here = slice(start, min(start + rows, len(x)))
-            n = here.stop - start
-            block = torch.mm(x[here], w.T, out=logits[:n])
-            some, dlogits = rows_op(block, targets[here], n_classes, wants_grad,
-                                    None if spare is None else spare[:n])
-            nll.append(some)
-            if wants_grad:
-                torch.mm(dlogits, w, out=dx[here])
-                dw.addmm_(dlogits.T, x[here])
-        ctx.save_for_backward(dx, dw)
-        return torch.cat(nll).sum()
-
-    @staticmethod
-    def backward(ctx, dloss):
-        dx, dw = ctx.saved_tensors
-        return dx * dloss, dw * dloss, None, None, None
-
-
-def softcap_loss(x, w, targets, n_classes, rows_op):
-    """Sum over the rows of the cross-entropy of soft-capped logits, see loss_rows_ref.
-
-    x: (T, D), w: (V, D), targets: (T,) int64. The gradient has a closed form and is made with the loss, one
-    block of rows after the other.
-    """
-    return _SoftcapLoss.apply(x, w, targets, n_classes, rows_op)
-
-
-# ======== 6. Model ============================================================== budget 200 ====
-# The network: a table with one row per layer, the weights, the forward pass over one flat stream, and one
-# row per parameter that tells the optimizer how to treat it. Nothing here knows the step, the world size
-# or the optimizer. Matrices of one kind and shape lie in one bank (N, R, C), N padded to a multiple of 8, so
-# that every legal world size gives each rank the same number of whole matrices.
-
-GATE_INPUTS = 12             # channels of the normed stream that a value gate reads
-INIT_LINEAR = 3.0 ** 0.5 / 2   # uniform bound of a matrix, times fan_in ** -0.5, from [4]
-INIT_HEAD = 0.005
-INIT_VALUE = 0.01
-KEPT_D, KEPT_F = 14, 2       # activations of width D and F that a layer keeps for its backward pass
-SEED_BYTES = 7               # of a hash; torch takes seeds below 2^63
-BANK_MULTIPLE = max(WORLDS)
-
-
-@dataclass(frozen=True)
-class Layer:
-    window: str              # "short" or "long"
-    has_value: bool          # adds gated value embeddings to v
-
-
-LAYERS = (
-    #     window   value embedding
-    Layer("short", False),
-    Layer("short", True),
-    Layer("short", True),
-    Layer("long",  False),
-    Layer("short", False),
-    Layer("short", False),
-    Layer("short", False),
-    Layer("short", False),
-    Layer("short", True),
-    Layer("short", True),
-    Layer("long",  False),
-)
-N_VALUES = sum(layer.has_value for layer in LAYERS)
-
-
-@dataclass(frozen=True)
-class View:
-    """What attention knows of a stage: windows in tokens, softmax scale (), rotary table, see rotate."""
-    short: int
-    long: int
-    scale: Tensor
-    turn: Tensor
-
-
-@dataclass(frozen=True)
-class ParamRow:
-    """How the optimizer treats one parameter.
-
-    kind     bank: Muon, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank
-    lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
-    wd_mul   factor on the weight decay
-    """
-    name: str
-    param: nn.Parameter
-    kind: str
-    lr_mul: object
-    betas: tuple
-    wd_mul: float
-
-
-def padded(n):
-    """n, rounded up so that every legal world size divides it."""
-    return -(-n // BANK_MULTIPLE) * BANK_MULTIPLE
-
-
-def drawn(cfg, name, shape, spread, kind, device):
-    """Initial values that depend on the seed and the name alone: `uniform` within spread, or `normal`."""
-    if device.type == "meta":    # only shapes are wanted
-        return torch.empty(shape, device=device)
-    digest = hashlib.sha256(f"{cfg.seed}/{name}".encode()).digest()
-    rand = torch.Generator().manual_seed(int.from_bytes(digest[:SEED_BYTES], "little"))
-    x = torch.empty(shape)
-    if kind == "uniform":
-        return x.uniform_(-spread, spread, generator=rand)
-    return x.normal_(0, spread, generator=rand)
-
-
-class Model(nn.Module):
-    """Rows of the banks: qk holds, per layer, the H/2 head pairs of Q and then of K; vo holds V and O, mlp up
-    and down. Down is stored like up, (F, D), and used from the other side."""
-
-    def __init__(self, cfg, device, ops=None):
-        super().__init__()
-        self.n_heads, self.d_head, self.ops = cfg.n_heads, cfg.d_head, ops or references()
-        D, L, dtype = cfg.d_model, len(LAYERS), DTYPES[cfg.dtype]
-        bound = INIT_LINEAR * D ** -0.5
-
-        def weight(name, shape, spread, kind, live=None):
-            x = drawn(cfg, name, shape, spread, kind, device)
-            x[live or len(x):] = 0                             # the padding of a bank
-            setattr(self, name, nn.Parameter(x.to(device, dtype)))
-
-        weight("w_embed", (VOCAB_PADDED, D), INIT_HEAD, "normal")
-        weight("w_head", (VOCAB_PADDED, D), INIT_HEAD, "normal")
-        weight("w_value", (N_VALUES * VOCAB_PADDED, D), INIT_VALUE, "normal")
-        weight("qk", (padded(L * self.n_heads), 2 * self.d_head, D), bound, "uniform", L * self.n_heads)
-        weight("vo", (padded(2 * L), D, D), bound, "uniform", 2 * L)
-        weight("mlp", (padded(2 * L), cfg.d_mlp, D), bound, "uniform", 2 * L)
-        with torch.no_grad():
-            self.mlp.view(-1, 2, cfg.d_mlp, D)[:, 1] = 0       # down: at first an MLP adds nothing
-        self.mix_x = nn.Parameter(torch.ones(L, device=device))        # the stream's factor into a block
-        self.mix_x0 = nn.Parameter(torch.zeros(L, device=device))      # the first embedding's
-        self.gate_value = nn.Parameter(torch.zeros(N_VALUES, self.n_heads, GATE_INPUTS, device=device))
-
-    def forward(self, tokens, targets, doc_start, view, n_classes=VOCAB_PADDED):
-        """Summed cross-entropy of one stream: tokens, doc_start (T,) int32, targets (T,) int64 -> fp32."""
-        x = self.stream(tokens, doc_start, view)
-        return softcap_loss(x, self.w_head, targets, n_classes, self.ops.loss_rows)
-
-    def logits(self, tokens, doc_start, view):
-        """Soft-capped logits of the last token of a stream: (VOCAB,)."""
-        x = self.stream(tokens, doc_start, view)[-1]
-        return softcap(F.linear(x, self.w_head[:VOCAB]).float())
-
-    def stream(self, tokens, doc_start, view):
-        """What the head reads: the normed residual stream behind the last layer, (T, D)."""
-        ops, docs = self.ops, documents(doc_start)
-        x0 = rms_norm(lookup(self.w_embed, self.w_embed.grad, tokens, ops.add_rows))                # (T, D)
-        qk = self.qk[:len(LAYERS) * self.n_heads].unflatten(0, (len(LAYERS), -1)).flatten(1, 2).unbind(0)
-        vo, mlp = self.vo.unbind(0), self.mlp.unbind(0)
-        mix_x, mix_x0 = self.mix_x.unbind(0), self.mix_x0.unbind(0)
-        x, y, n_values = x0, torch.zeros_like(x0), 0
-        for i, layer in enumerate(LAYERS):
-            x, h = ops.mix_norm(x, y, x0, mix_x[i], mix_x0[i])
-            v = F.linear(h, vo[2 * i])
-            if layer.has_value:
-                v = v + self.gated_value(h, tokens, n_values)
-                n_values += 1
-            y = self.attend(h, qk[i], v, docs, view=view, layer=layer)
-            x = x + F.linear(y, vo[2 * i + 1])
-            z = F.linear(rms_norm(x), mlp[2 * i])                                  # (T, F)
-            y = ops.relu2(z) @ mlp[2 * i + 1]                                      # down is stored like up
-        return rms_norm(x + y)
-
-    def gated_value(self, h, tokens, which):
-        """Value embeddings of table `which`, times a gate in (0, 2) per token and head: (T, D)."""
-        w, grad = self.w_value, self.w_value.grad
-        w, grad = (x if x is None else x.unflatten(0, (N_VALUES, -1))[which] for x in (w, grad))
-        rows = lookup(w, grad, tokens, self.ops.add_rows)
-        w_gate = self.gate_value[which].type_as(h)
-        gate = 2 * torch.sigmoid(F.linear(h[:, :GATE_INPUTS], w_gate))               # (T, H)
-        return (rows.unflatten(1, (self.n_heads, -1)) * gate[:, :, None]).flatten(1)
-
-    def attend(self, h, w_qk, v, docs, *, view, layer):
-        """Attention of one layer before its output projection: (T, D)."""
-        qk = F.linear(h, w_qk).unflatten(1, (2, self.n_heads, self.d_head))
-        q, k = self.ops.heads(qk, view.turn, view.scale)                                         # (T, H, E)
-        window = view.long if layer.window == "long" else view.short
-        v = v.unflatten(1, (self.n_heads, self.d_head))
-        return self.ops.attention(q, k, v, docs, window=window).flatten(1)
-
-
-def stream_bytes(cfg, T):
-    """About the GPU memory in bytes that a stream of T tokens takes: (when trained on, when scored).
-
-    Compared with the measured peak by tests/test_gpu.py.
-    """
-    size, per_layer = DTYPES[cfg.dtype].itemsize, KEPT_D * cfg.d_model + KEPT_F * cfg.d_mlp
-    block = LOSS_ROWS["cuda"] * VOCAB_PADDED * (2 * size + torch.float32.itemsize)
-    kept = len(LAYERS) * per_layer + 2 * N_VALUES * cfg.d_model
-    return T * size * kept + block, T * size * per_layer + block
-
-
-PARAMS = (                   # in the order in which their gradients are sent; rates from [4]
-    # name         kind     lr_mul  betas          wd_mul
-    ("qk",         "bank",  1.0,    None,          1.0),
-    ("vo",         "bank",  1.0,    None,          1.0),
-    ("mlp",        "bank",  1.0,    None,          1.0),
-    ("w_head",     "table", 1.0,    (0.5, 0.95),   150.0),
-    ("w_embed",    "table", 1.0,    (0.5, 0.95),   150.0),
-    ("w_value",    "table", 70.0,   (0.75, 0.95),  5.0),
-    ("mix_x",      "small", 5.0,    (0.9, 0.95),   0.0),
-    ("mix_x0",     "small", 5.0,    (0.9, 0.95),   0.0),
-    ("gate_value", "small", 1.0,    (0.9, 0.99),   1.0),
-)
-
-
-def param_table(model, cfg):
-    """One ParamRow for every parameter of the model."""
-    rows = {name: ParamRow(name, getattr(model, name), *rest) for name, *rest in PARAMS}
-    # Muon's factor max(1, R / C) ** 0.5 for tall matrices, and down learns twice as fast as up [4]
-    up = max(1.0, cfg.d_mlp / cfg.d_model) ** 0.5
-    lr_mul = torch.tensor([up, 2 * up], device=model.mlp.device).repeat(len(model.mlp) // 2)[:, None, None]
-    rows["mlp"] = replace(rows["mlp"], lr_mul=lr_mul)
-    astray = {name for name, _ in model.named_parameters()} ^ set(rows)
-    if astray:
-        raise RuntimeError(f"PARAMS and the model disagree about {', '.join(sorted(astray))}")
-    return list(rows.values())
-
-
-# ======== 7. Optimizers ========================================================= budget 210 ====
-# Muon [1] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
-# (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
-# (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
-# (3) A rank updates only its own slice of a bank or table, then sends it to all; small parameters live in
-#     one flat vector that every rank updates alike. So all ranks hold equal weights after every step.
-# (4) Weights, gradients and states stay at their addresses for the whole run.
-# (5) A zero gradient gives a zero update; decay remains.
+# ---- 4.5 updates: of one tensor, without communication -------------------------------------------
 
 POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 rounds
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1350,11 +1185,7 @@ POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 ro
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 POLAR_MARGIN, POLAR_FLOOR = 1.02, 1e-6
-TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
-TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
 
-
-# ---- 7.1 update rules: of one tensor, without communication --------------------------------------
 
 def polar(g):
     """About U V.T where U S V.T = g: the semi-orthogonal matrix next to g, for each of (N, R, C).
@@ -1411,17 +1242,20 @@ def adam_step(p, g, m, m2, rate, decay, *, betas, eps, share):
 
 
 def _muon_momentum_example(rand, size):
+    """A bank of square matrices after some steps."""
     g = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_PART, EXAMPLE_PART)
     return (g, rand(*g.shape).float(), rand().float().sigmoid(), 0.5, g.dtype), {}
 
 
 def _muon_apply_example(rand, size):
+    """Weights with a master, a learning rate for every matrix."""
     p = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_PART, EXAMPLE_PART).bfloat16()
     lr = rand(len(p), 1, 1).float() / EXAMPLE_PART
     return (p, torch.zeros_like(p, dtype=torch.int16), rand(*p.shape), lr, lr.mean()), {}
 
 
 def _adam_step_example(rand, size):
+    """A table after some steps."""
     p, g = rand(2 * EXAMPLE_T[size], EXAMPLE_E).chunk(2)
     m, m2, rate = rand(*p.shape).float(), rand(*p.shape).float().square(), rand().float()
     return (p, g, m, m2, rate, rate / EXAMPLE_PART), {"betas": (0.5, 0.5), "eps": NORM_EPS, "share": 0.5}
@@ -1432,7 +1266,479 @@ FAST["muon_apply"] = Fast("reorder", muon_apply, muon_apply, _muon_apply_example
 FAST["adam_step"] = Fast("reorder", adam_step, adam_step, _adam_step_example, "step")
 
 
-# ---- 7.2 Optimizer: all tensors, spread over the ranks -------------------------------------------
+# ======== 5. Ops ================================================================ budget 75 ====
+# Autograd around section 4, as the model uses it. The backward passes written here add gradients where they
+# belong, so that no gradient of a table's size is made twice. They know nothing of layers or steps.
+# Small functions that autograd and the compiler take as they are stand in section 4 alone.
+
+LOSS_ROWS = {"cpu": 128, "cuda": 4096}   # rows of logits at once; on a CPU they should stay in its cache
+
+
+# ---- 5.1 documents: what attention knows of a stream ----------------------------------------------
+
+def documents(doc_start):
+    """The Documents of a stream, made once for all layers."""
+    return Documents(doc_start)
+
+
+# ---- 5.2 tables: rows in, gradients of rows out --------------------------------------------------
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w, grad, ids, add):
+        ctx.grad, ctx.add = grad, add
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.add(ctx.grad, *ctx.saved_tensors, dy)
+        return None, None, None, None
+
+
+def lookup(w, grad, ids, add):
+    """Rows `ids` of the table w: (T, D). Their gradient is added to grad in place: a gradient of the table's
+    size for each of a step's micro-batches would cost more than the step on a CPU."""
+    return _Lookup.apply(w, grad, ids, add)
+
+
+# ---- 5.3 loss: soft-capped cross-entropy, one block of rows after the other ----------------------
+
+def softcap(logits):
+    """z = 23 sigmoid((l + 5) / 7.5): between 0 and 23 whatever the logits."""
+    return CAP * torch.sigmoid((logits + CAP_SHIFT) / CAP_SLOPE)
+
+
+class _SoftcapLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, grad, goals, n_classes, rows_op):
+        *goals, classes = goals
+        w = w if classes is None else F.embedding(classes, w)                                    # (P, D)
+        loss, dx, dw = loss_blocks(x, w, goals, n_classes, rows_op, rows=LOSS_ROWS[x.device.type],
+                                   wants_grad=ctx.needs_input_grad[0])
+        ctx.grad = grad
+        ctx.save_for_backward(dx, dw, classes)
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx, dw, classes = ctx.saved_tensors
+        if classes is None:
+            ctx.grad.add_(dw * dloss)
+        else:
+            ctx.grad.index_add_(0, classes, dw * dloss)      # every row once
+        return dx * dloss, None, None, None, None, None
+
+
+def softcap_loss(x, w, grad, targets, weights, *, classes, n_classes, rows_op):
+    """Sum over the rows of the weighted cross-entropies of soft-capped logits, see loss_rows_ref.
+
+    x: (T, D), w, grad: (V, D), targets, weights: (T, K), classes: (P,) int64, ascending, or None for all V.
+    Targets are positions in classes. The softmax is over the first n_classes of the classes. The gradient has
+    a closed form and is made with the loss; that of w is added to grad in place.
+    """
+    return _SoftcapLoss.apply(x, w, grad, (targets, weights, classes), n_classes, rows_op)
+
+
+# ======== 6. Model ============================================================== budget 390 ====
+# The network: a table with one row per layer, the weights, the forward pass over one flat stream, and one
+# row per parameter that tells the optimizer how to treat it. Nothing here knows the step, the world size
+# or the optimizer. Matrices of one kind and shape lie in one bank (N, R, C), N padded to a multiple of 8, so
+# that every legal world size gives each rank the same number of whole matrices.
+
+GATE_INPUTS = 12             # channels that the smear's gate and a value gate read
+GATE_WIDTH = 64              # hidden units of the networks behind gates and coefficients
+GATE_SCALE = 0.1             # learned factor on all gates, at first
+COEF_SCALE = 0.1             # fixed factor on all coefficients
+GROUPS = 12                  # of channels, with coefficients of their own in the final mix
+INIT_LINEAR = 3.0 ** 0.5 / 2   # uniform bound of a matrix, times fan_in ** -0.5, from [4]
+INIT_HEAD = 0.005
+INIT_VALUE = 0.01
+INIT_GATES = {"out": 0.25, "gram": 0.05, "skip": 0.5, "xsa": 0.0, "x0": 0.0}
+INIT_SKIP = -1.5
+INIT_STREAM = 1.1 ** 0.5     # factor on the stream in each half of a layer
+INIT_REMIX = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0, INIT_STREAM, 1.0, 0.0, 0.05, INIT_STREAM, 1.0)
+INIT_FINAL = (0.0, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+KEPT_D, KEPT_F = 30, 2       # activations of width D and F that a layer keeps for its backward pass
+SEED_BYTES = 7               # of a hash; torch takes seeds below 2^63
+BANK_MULTIPLE = max(WORLDS)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row of the network's plan; Model.layer and Model.attend say what the fields do."""
+    attention: str = ""      # "": none. single: every head for itself. paired: two heads share a stream
+    wide: bool = False       # q and k have d_head channels, half of them without position; else half as many
+    half_v: bool = False     # v has half of d_head's channels
+    long: bool = False       # the long window
+    value: bool = False      # a plane of value embeddings is added to v
+    xsa: bool = False        # each head takes its own v out of what it has read
+    offset: bool = False     # the channels of k without position are those of the token before
+    gated: bool = False      # a gate for each head on what it has read
+    reads: int = -1          # attention reads the stream behind that layer, normed; -1: the stream before it
+    x0: bool = False         # adds the first stream, times a gate
+    gram: bool = False       # adds the n-gram vector, times a gate
+    skip: int = -1           # in place of attention adds the stream behind that layer, times a gate
+    mlps: int = 1
+    opens: bool = False      # the second gate network looks at the stream before this layer
+    remix: bool = False      # coefficients of each token in place of gates and fixed factors
+
+
+LAYERS = (
+    Layer("paired", x0=True),
+    Layer("single", half_v=True, value=True, xsa=True, x0=True, gram=True),
+    Layer("paired", value=True, x0=True),
+    Layer("single", wide=True, long=True, xsa=True, offset=True, gated=True),
+    Layer(x0=True, gram=True, opens=True),
+    Layer("paired", x0=True, gram=True),
+    Layer(skip=3),
+    Layer(x0=True, mlps=0),
+    Layer("single", half_v=True, value=True, reads=7, mlps=2),
+    Layer(gram=True),
+    Layer("single", wide=True, long=True, value=True, offset=True, gated=True, reads=7, remix=True),
+)
+
+
+# {layer: its place in a bank, among the layers that have such a thing}
+ATTENDS = {i: n for n, i in enumerate(i for i, layer in enumerate(LAYERS) if layer.attention)}
+VALUES = {i: n for n, i in enumerate(i for i, layer in enumerate(LAYERS) if layer.value)}
+VALUE_GATES = {i: VALUES[i] for i in VALUES if not LAYERS[i].remix}
+MLPS = {i: n for n, i in enumerate(i for i, layer in enumerate(LAYERS) if layer.mlps)}
+N_MLPS = sum(layer.mlps for layer in LAYERS)     # the second one of a layer stands behind the first ones
+OPENS = min(i for i, layer in enumerate(LAYERS) if layer.opens)
+START = -1                   # what the stream gets before the first layer
+
+
+def gate_lanes(second):
+    """[(gate, layer), ...] in the order of a gate network's outputs; "xsa" and "out" have one a head."""
+    rows = [(i, layer) for i, layer in enumerate(LAYERS) if (i >= OPENS) == second]
+    lanes = [(name, i) for i, layer in rows for name, has in
+             (("xsa", layer.xsa), ("out", layer.gated), ("x0", layer.x0), ("gram", layer.gram),
+              ("skip", layer.skip >= 0)) if has]
+    return lanes if second else [("gram", START), *lanes]
+
+
+@dataclass(frozen=True)
+class View:
+    """What attention knows of a stage: windows in tokens; softmax scale () and rotary table (see rotate) of
+    wide, narrow and paired heads, the latter with two places a token."""
+    short: int
+    long: int
+    scale_narrow: Tensor
+    scale_wide: Tensor
+    turn_narrow: Tensor
+    turn_paired: Tensor
+    turn_wide: Tensor
+
+
+@dataclass(frozen=True)
+class ParamRow:
+    """How the optimizer treats one parameter.
+
+    kind     bank: Muon, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank
+    lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
+    wd_mul   factor on the weight decay
+    """
+    name: str
+    param: nn.Parameter
+    kind: str
+    lr_mul: object
+    betas: tuple
+    wd_mul: float
+
+
+def padded(n):
+    """n, rounded up so that every legal world size divides it."""
+    return -(-n // BANK_MULTIPLE) * BANK_MULTIPLE
+
+
+def drawn(cfg, name, shape, spread, kind, device):
+    """Initial values that depend on the seed and the name alone: `uniform` within spread, or `normal`."""
+    if device.type == "meta":    # only shapes are wanted
+        return torch.empty(shape, device=device)
+    digest = hashlib.sha256(f"{cfg.seed}/{name}".encode()).digest()
+    rand = torch.Generator().manual_seed(int.from_bytes(digest[:SEED_BYTES], "little"))
+    x = torch.empty(shape)
+    if kind == "uniform":
+        return x.uniform_(-spread, spread, generator=rand)
+    return x.normal_(0, spread, generator=rand)
+
+
+class Model(nn.Module):
+    """Rows of the banks: qk holds, per attention, the H/2 head pairs of Q and then of K, d_head rows a head;
+    vo holds V and O, mlp up and down, and behind the layers' own the second one of a layer that has two.
+    Down is stored like up, (F, D), and used from the other side. Narrow heads use the leading rows of a head,
+    half-width v the leading rows of V and columns of O; the others rest at zero gradient."""
+
+    def __init__(self, cfg, device, ops=None):
+        super().__init__()
+        self.n_heads, self.d_head, self.ops = cfg.n_heads, cfg.d_head, ops or references()
+        D, H, dtype, bound = cfg.d_model, cfg.n_heads, DTYPES[cfg.dtype], INIT_LINEAR * cfg.d_model ** -0.5
+
+        def weight(name, shape, spread, kind, live=None, dtype=dtype):
+            x = drawn(cfg, name, shape, spread, kind, device)
+            x[live or len(x):] = 0                             # the padding of a bank
+            setattr(self, name, nn.Parameter(x.to(device, dtype)))
+
+        def small(name, values):
+            setattr(self, name, nn.Parameter(torch.as_tensor(values, dtype=torch.float32, device=device)))
+
+        weight("w_embed", (VOCAB_PADDED, D), INIT_HEAD, "normal")
+        self.w_head = nn.Parameter(self.w_embed.detach().clone())
+        weight("w_value", (len(VALUES) * VOCAB_PADDED, D), INIT_VALUE, "normal")
+        n = len(ATTENDS)
+        weight("qk", (padded(n * H), 2 * self.d_head, D), bound, "uniform", n * H)
+        weight("vo", (padded(2 * n), D, D), bound, "uniform", 2 * n)
+        weight("mlp", (padded(2 * N_MLPS), cfg.d_mlp, D), bound, "uniform", 2 * N_MLPS)
+        with torch.no_grad():
+            self.mlp.view(-1, 2, cfg.d_mlp, D)[:, 1] = 0       # down: at first an MLP adds nothing
+        small("mix_v", [0.5] * n)
+        small("mix_o", [1.0] * n)
+        small("mix_smear", 0.0)
+        small("mix_skip", INIT_SKIP)
+        small("mix_attn", [1.0] * n)
+        small("mix_mlp", [1.0] * len(LAYERS))
+        small("mix_stream", torch.full((len(LAYERS), 2), INIT_STREAM))
+        small("gate_smear", torch.zeros(GATE_INPUTS))
+        small("gate_value", torch.zeros(len(VALUE_GATES), H, GATE_INPUTS))
+        hidden = (2, GATE_WIDTH, D)
+        weight("gate_w1", hidden, D ** -0.5, "uniform", dtype=torch.float32)
+        small("gate_scale", GATE_SCALE)
+        for which, second in (("pre", False), ("post", True)):
+            bias = [INIT_GATES[name] / GATE_SCALE for name, _ in gate_lanes(second)
+                    for _ in range(H if name in ("xsa", "out") else 1)]
+            small(f"gate_{which}_bias", bias)
+            small(f"gate_{which}_w2", torch.zeros(len(bias), GATE_WIDTH))
+        weight("coef_w1", hidden, D ** -0.5, "uniform", dtype=torch.float32)
+        for which, bias in (("remix", INIT_REMIX), ("final", INIT_FINAL)):
+            small(f"coef_{which}_bias", [x / COEF_SCALE for x in bias])
+            small(f"coef_{which}_w2", torch.zeros(len(bias), GATE_WIDTH))
+        small("coef_group_w2", torch.zeros(len(INIT_FINAL) * GROUPS, GATE_WIDTH))
+
+    def forward(self, batch, view, n_classes=VOCAB_PADDED):
+        """Summed loss of one stream: fp32 ().
+
+        batch: (tokens (T,) int32, doc_start (T,) int32, targets (T, K) int64, weights (T, K) fp32,
+        classes (P,) int64 or None), see softcap_loss.
+        """
+        tokens, doc_start, targets, weights, classes = batch
+        x = self.stream(tokens, doc_start, view)
+        return softcap_loss(x, self.w_head, self.w_head.grad, targets, weights, classes=classes,
+                            n_classes=n_classes, rows_op=self.ops.loss_rows)
+
+    def logits(self, tokens, doc_start, view):
+        """Soft-capped logits of the last token of a stream: (VOCAB,)."""
+        x = self.stream(tokens, doc_start, view)[-1]
+        return softcap(F.linear(x, self.w_head[:VOCAB]).float())
+
+    def stream(self, tokens, doc_start, view):
+        """What the head reads: the normed, mixed residual stream behind the last layer, (T, D)."""
+        docs, add = documents(doc_start), self.ops.add_rows
+        e = lookup(self.w_embed, self.w_embed.grad, tokens, add)                   # (T, D)
+        gate = torch.sigmoid(F.linear(e[:, :GATE_INPUTS], self.gate_smear.type_as(e)[None]))
+        x0 = rms_norm(self.ops.smear(e, docs.goes_on, self.mix_smear.type_as(e) * gate))
+        run = SimpleNamespace(docs=docs, view=view, x0=x0, gram=torch.zeros_like(x0), gates={}, behind={},
+                              values=self.value_rows(tokens), banks=self.matrices())
+        self.open_gates(run, "pre", x0)
+        x = run.first = x0 + run.gates["gram", START] * run.gram
+        for i, layer in enumerate(LAYERS):
+            if layer.opens:
+                self.open_gates(run, "post", x)
+            x = self.remix(run, i, x) if layer.remix else self.layer(run, i, x)
+            run.behind[i] = x
+        return rms_norm(self.final_mix(run, x))
+
+    # ---- the parts of stream; run holds what they share
+
+    def matrices(self):
+        """{bank: its matrices}, taken apart once: of qk (2, H, d_head, D) for every attention."""
+        n = len(ATTENDS)
+        qk = self.qk[:n * self.n_heads].view(n, 2, self.n_heads, self.d_head, -1)
+        return {"qk": qk.unbind(0), "vo": self.vo.unbind(0), "mlp": self.mlp.unbind(0)}
+
+    def value_rows(self, tokens):
+        """{layer: (T, D) rows of its plane of value embeddings}."""
+        planes = self.w_value.unflatten(0, (len(VALUES), -1))
+        grads = None if self.w_value.grad is None else self.w_value.grad.view_as(planes)
+        return {i: lookup(planes[plane], None if grads is None else grads[plane], tokens, self.ops.add_rows)
+                for i, plane in VALUES.items()}
+
+    def hidden(self, w1, x):
+        """The hidden units of a network behind gates or coefficients: (T, 64)."""
+        return F.gelu(F.linear(x, w1.type_as(x)))
+
+    def open_gates(self, run, which, x):
+        """Put the gates of the network `which`, which looks at x, into run.gates: (T, H) or (T, 1)."""
+        second = which == "post"
+        lanes = gate_lanes(second)
+        w2, bias = (getattr(self, f"gate_{which}_{part}").type_as(x) for part in ("w2", "bias"))
+        out = self.gate_scale.type_as(x) * F.linear(self.hidden(self.gate_w1[int(second)], x), w2, bias)
+        widths = [self.n_heads if name in ("xsa", "out") else 1 for name, _ in lanes]
+        run.gates |= dict(zip(lanes, out.split(widths, 1)))
+
+    def layer(self, run, i, x):
+        """A layer: attention or skip, what is added beside it, and the MLPs."""
+        layer, gates = LAYERS[i], run.gates
+        stream_a, stream_m = self.mix_stream[i].type_as(x).unbind(0)
+        if layer.skip >= 0:
+            x = x + torch.sigmoid(self.mix_skip).type_as(x) * gates["skip", i] * run.behind[layer.skip]
+        else:
+            y = stream_a * x
+            if layer.attention:
+                h = rms_norm(x if layer.reads < 0 else run.behind[layer.reads])
+                value = self.gated_value(run, i, h) if layer.value else None
+                y = y + self.mix_attn[ATTENDS[i]].type_as(x) * self.attend(run, i, h, value)
+            if layer.x0:
+                y = y + gates["x0", i] * run.x0
+            x = y + gates["gram", i] * run.gram if layer.gram else y
+        x, h = stream_m * x, rms_norm(x)
+        for place in (MLPS.get(i), N_MLPS - 1)[:layer.mlps]:
+            x = x + self.mix_mlp[i].type_as(x) * self.mlp_of(run, place, h)
+        return x
+
+    def mlp_of(self, run, place, h):
+        """The MLP at a place of the bank: (T, D)."""
+        up, down = run.banks["mlp"][2 * place:2 * place + 2]
+        return self.ops.relu2(F.linear(h, up)) @ down                              # down is stored like up
+
+    def remix(self, run, i, x):
+        """A layer whose mixing factors are 14 coefficients of each token, from the stream before it."""
+        layer = LAYERS[i]
+        seven, first = run.behind[layer.reads], run.first
+        hidden = self.hidden(self.coef_w1[0], x)
+        w2, bias = self.coef_remix_w2.type_as(x), self.coef_remix_bias.type_as(x)
+        c = (COEF_SCALE * F.linear(hidden, w2, bias)).split(1, 1)                  # 14 times (T, 1)
+        (v_first, v_seven, v_x, x_first, x_seven, x_x, gate_a, gate_b,
+         keep, attn, add_first, add_gram, keep_mlp, mlp) = c
+        extra = v_first * first + v_seven * seven + v_x * x
+        gate = torch.cat((gate_a, gate_b), 1).repeat_interleave(self.n_heads // 2, 1)             # (T, H)
+        value = self.by_head(run.values[i]) * gate[:, :, None] + self.by_head(extra)
+        mixed = (1 + x_x) * x + x_first * first + x_seven * seven
+        y = self.attend(run, i, rms_norm(seven), value)
+        run.before_remix = x
+        x = keep * mixed + attn * y + add_first * first + add_gram * run.gram
+        run.mlp_input = rms_norm(x)
+        return keep_mlp * x + mlp * self.mlp_of(run, MLPS[i], run.mlp_input)
+
+    def final_mix(self, run, x):
+        """x plus ten earlier vectors, each times a coefficient for every token and group of channels."""
+        hidden = self.hidden(self.coef_w1[1], x)
+        plain, grouped = (getattr(self, f"coef_{part}_w2").type_as(x) for part in ("final", "group"))
+        c = F.linear(hidden, plain, self.coef_final_bias.type_as(x))                              # (T, 10)
+        c = c[:, :, None] + F.linear(hidden, grouped).unflatten(1, (-1, GROUPS))                 # (T, 10, 12)
+        (skipped,) = {layer.skip for layer in LAYERS if layer.skip >= 0}
+        (read,) = {layer.reads for layer in LAYERS if layer.reads >= 0}
+        one, two, eight, ten = (run.values[i] for i in VALUES)
+        sources = (run.first, run.behind[read], run.before_remix, one, run.behind[skipped], two, ten, eight,
+                   run.mlp_input, rms_norm(run.behind[read]))
+        x = x.unflatten(1, (GROUPS, -1))
+        for k, source in enumerate(sources):
+            x = x + COEF_SCALE * c[:, k, :, None] * source.unflatten(1, (GROUPS, -1))
+        return x.flatten(1)
+
+    def by_head(self, x):
+        """(T, D) -> (T, H, d_head)."""
+        return x.unflatten(1, (self.n_heads, -1))
+
+    def gated_value(self, run, i, h):
+        """Value embeddings of a layer, times a gate in (0, 2) for every token and head: (T, H, d_head)."""
+        rows, half = run.values[i], GATE_INPUTS // 2
+        inputs = torch.cat((h[:, :half], rows[:, :half]), 1)
+        gate = 2 * torch.sigmoid(F.linear(inputs, self.gate_value[VALUE_GATES[i]].type_as(h)))   # (T, H)
+        return self.by_head(rows) * gate[:, :, None]
+
+    def attend(self, run, i, h, value):
+        """Attention of a layer that reads h, with value (T, H, d_head) or None added to v: (T, D)."""
+        layer, view, a = LAYERS[i], run.view, ATTENDS[i]
+        width_qk = self.d_head if layer.wide else self.d_head // 2
+        width_v = self.d_head // 2 if layer.half_v else self.d_head
+        w_qk = run.banks["qk"][a][:, :, :width_qk].flatten(0, 2)
+        w_v, w_o = run.banks["vo"][2 * a:2 * a + 2]
+        w_v = w_v.unflatten(0, (self.n_heads, -1))[:, :width_v].flatten(0, 1)
+        w_o = w_o.unflatten(1, (self.n_heads, -1))[:, :, :width_v].flatten(1)
+        qk = F.linear(h, w_qk).unflatten(1, (2, self.n_heads, -1))
+        v = self.by_head(self.mix_v[a].type_as(h) * F.linear(h, w_v))                            # (T, H, E)
+        if value is not None:
+            v = v + value[:, :, :width_v]
+        pairs = layer.attention == "paired"
+        turn = view.turn_wide if layer.wide else view.turn_paired if pairs else view.turn_narrow
+        q, k = self.ops.heads(qk, turn, view.scale_wide if layer.wide else view.scale_narrow)
+        k = self.ops.key_offset(k, run.docs.goes_on) if layer.offset else k
+        window = view.long if layer.long else view.short
+        y = self.ops.attention(q, k, v, run.docs, window=window, pairs=pairs)
+        y = self.ops.exclude_self(y, v, run.gates["xsa", i]) if layer.xsa else y
+        y = y * run.gates["out", i][:, :, None] if layer.gated else y
+        return self.mix_o[a].type_as(h) * F.linear(y.flatten(1), w_o)
+
+
+def stream_bytes(cfg, T):
+    """About the GPU memory in bytes that a stream of T tokens takes: (when trained on, when scored).
+
+    Compared with the measured peak by tests/test_gpu.py.
+    """
+    size, per_layer = DTYPES[cfg.dtype].itemsize, KEPT_D * cfg.d_model + KEPT_F * cfg.d_mlp
+    block = LOSS_ROWS["cuda"] * VOCAB_PADDED * (2 * size + torch.float32.itemsize)
+    kept = len(LAYERS) * per_layer
+    return T * size * kept + block, T * size * per_layer + block
+
+
+PARAMS = (                   # in the order in which their gradients are sent; rates from [4]
+    # name                kind     lr_mul  betas          wd_mul
+    ("qk",                "bank",  1.0,    None,          1.0),
+    ("vo",                "bank",  1.0,    None,          1.0),
+    ("mlp",               "bank",  1.0,    None,          1.0),
+    ("w_head",            "table", 1.0,    (0.5, 0.95),   150.0),
+    ("w_embed",           "table", 1.0,    (0.5, 0.95),   150.0),
+    ("w_value",           "table", 70.0,   (0.75, 0.95),  5.0),
+    ("mix_v",             "small", 5.0,    (0.9, 0.99),   0.0),
+    ("mix_o",             "small", 5.0,    (0.9, 0.99),   0.0),
+    ("mix_smear",         "small", 5.0,    (0.9, 0.99),   0.0),
+    ("mix_skip",          "small", 5.0,    (0.9, 0.99),   0.0),
+    ("mix_attn",          "small", 1.0,    (0.9, 0.95),   0.0),
+    ("mix_mlp",           "small", 1.0,    (0.9, 0.95),   0.0),
+    ("mix_stream",        "small", 5.0,    (0.9, 0.95),   0.0),
+    ("gate_smear",        "small", 0.01,   (0.9, 0.99),   0.0),
+    ("gate_value",        "small", 1.0,    (0.9, 0.99),   1.0),
+    ("gate_w1",           "small", 0.1,    (0.9, 0.99),   1.0),
+    ("gate_pre_w2",       "small", 0.1,    (0.9, 0.99),   1.0),
+    ("gate_post_w2",      "small", 0.1,    (0.9, 0.99),   1.0),
+    ("gate_pre_bias",     "small", 0.1,    (0.9, 0.99),   0.0),
+    ("gate_post_bias",    "small", 0.1,    (0.9, 0.99),   0.0),
+    ("gate_scale",        "small", 0.1,    (0.9, 0.99),   0.0),
+    ("coef_w1",           "small", 0.25,   (0.9, 0.99),   1.0),
+    ("coef_remix_w2",     "small", 0.25,   (0.9, 0.99),   1.0),
+    ("coef_final_w2",     "small", 0.25,   (0.9, 0.99),   1.0),
+    ("coef_group_w2",     "small", 0.25,   (0.9, 0.99),   1.0),
+    ("coef_remix_bias",   "small", 0.25,   (0.9, 0.99),   0.0),
+    ("coef_final_bias",   "small", 0.25,   (0.9, 0.99),   0.0),
+)
+
+
+def param_table(model, cfg):
+    """One ParamRow for every parameter of the model."""
+    rows = {name: ParamRow(name, getattr(model, name), *rest) for name, *rest in PARAMS}
+    # Muon's factor max(1, R / C) ** 0.5 for tall matrices, and down learns twice as fast as up [4]
+    up = max(1.0, cfg.d_mlp / cfg.d_model) ** 0.5
+    lr_mul = torch.tensor([up, 2 * up], device=model.mlp.device).repeat(len(model.mlp) // 2)[:, None, None]
+    rows["mlp"] = replace(rows["mlp"], lr_mul=lr_mul)
+    astray = {name for name, _ in model.named_parameters()} ^ set(rows)
+    if astray:
+        raise RuntimeError(f"PARAMS and the model disagree about {', '.join(sorted(astray))}")
+    return list(rows.values())
+
+
+# ======== 7. Optimizers ========================================================= budget 120 ====
+# Muon [1] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
+# (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
+# (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
+# (3) A rank updates only its own slice of a bank or table, then sends it to all; small parameters live in
+#     one flat vector that every rank updates alike. So all ranks hold equal weights after every step.
+# (4) Weights, gradients and states stay at their addresses for the whole run.
+# (5) A zero gradient gives a zero update; decay remains.
+
+TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
+TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
+
 
 class Optimizer:
     """Owns the gradients and states of the parameters of a table of rows (see ParamRow for its fields)."""
@@ -1536,7 +1842,7 @@ class Optimizer:
         self.flat_grad[:len(self.flat)] = 0
 
 
-# ======== 8. Data =============================================================== budget 400 ====
+# ======== 8. Data =============================================================== budget 475 ====
 # Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
 # All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
 # skipped. What a micro-batch holds is a function of its number in the run alone: not of the rank, the world
@@ -1786,7 +2092,7 @@ def unigram_loss(cfg):
 
 
 def read_validation(cfg, comm):
-    """This rank's validation streams: [(tokens, targets, doc_start), ...] tensors on the CPU, in order.
+    """This rank's validation streams: [batch, ...] as Model.forward takes them, on the CPU, in order.
 
     Stream i of val_tokens / val_seq goes to rank i mod world. Streams do not begin at a document's start.
     """
@@ -1794,93 +2100,13 @@ def read_validation(cfg, comm):
     for i in range(comm.rank, cfg.val_tokens // cfg.val_seq, comm.world):
         piece = flat[i * cfg.val_seq:(i + 1) * cfg.val_seq + 1]
         check_range(piece, f"stream {i} of {cfg.val_files}")
-        inputs, targets = piece[:-1].astype(np.int32), piece[1:].astype(np.int64)
-        streams.append(tuple(map(torch.from_numpy, (inputs, targets, doc_starts(inputs)))))
+        inputs, targets = piece[:-1].astype(np.int32), piece[1:, None].astype(np.int64)
+        values = inputs, doc_starts(inputs), targets, np.ones(targets.shape, np.float32)
+        streams.append((*map(torch.from_numpy, values), None))
     return streams
 
 
-# ---- 8.4 Loader: the worker thread ---------------------------------------------------------------
-
-class Loader:
-    """Prepares the batches of a plan on a worker thread, while the clock runs.
-
-    plan: one (T, max_doc) per step. A batch is this rank's micro-batches of one step: tokens, targets and
-    doc_start, (n, T) each, at fixed addresses on the device. A host slot is filled again only when the copy
-    that read it has finished; without that the next batch would overwrite the one in flight.
-    """
-
-    def __init__(self, cfg, comm, plan):
-        self.corpus = Corpus(files_of(cfg.train_files, "train_files"), cfg.repeat)
-        self.plan, self.n_micro, self.device = plan, cfg.n_micro, comm.device
-        n = cfg.n_micro // comm.world
-        self.mine = range(comm.rank * n, (comm.rank + 1) * n)
-        size, on_gpu = n * max(T for T, _ in plan), comm.device.type == "cuda"
-        kinds = (torch.int32, torch.int64, torch.int32)
-        self.slots = [[torch.empty(size, dtype=t, pin_memory=on_gpu) for t in kinds] for _ in range(N_SLOTS)]
-        self.on_device = [torch.empty(size, dtype=t, device=comm.device) for t in kinds]
-        # A slot goes round: free, filled by the worker, ready, copied by next(), and free again.
-        self.free, self.ready = queue.Queue(), queue.Queue()
-        for i in range(N_SLOTS):
-            self.free.put((i, torch.cuda.Event() if on_gpu else None))
-        self.clock_runs, self.crcs, self.epochs = threading.Lock(), [], []
-        self.clock_runs.acquire()
-        threading.Thread(target=self._work, daemon=True, name="loader").start()
-
-    def resume(self):
-        """The clock runs: prepare batches."""
-        self.clock_runs.release()
-
-    def pause(self):
-        """The clock is to stop: return when nothing is being prepared, and prepare nothing."""
-        self.clock_runs.acquire()
-
-    def _work(self):
-        """The thread: fill free slots in the order of the plan, each only while the clock runs."""
-        try:
-            for T, max_doc in self.plan:
-                i, copied = self.free.get()
-                if copied is not None:
-                    copied.synchronize()
-                with self.clock_runs:
-                    crcs, epoch = self._fill(self.slots[i], T, max_doc)
-                self.ready.put((i, copied, T, crcs, epoch))
-        except BaseException as e:   # the consumer raises it in the main thread; here it would go unseen
-            self.ready.put(e)
-
-    def _fill(self, slot, T, max_doc):
-        """Pack all micro-batches of a step and read this rank's into the slot."""
-        crcs = []
-        for m in range(self.n_micro):
-            spans = self.corpus.take(T, max_doc)
-            if m not in self.mine:       # only the cursor moves on: packing is cheap, reading is not
-                continue
-            piece = self.corpus.read(*spans)
-            crcs.append(zlib.crc32(piece))
-            here = slice((m - self.mine[0]) * T, (m - self.mine[0] + 1) * T)
-            starts = np.cumsum(spans[1]) - spans[1]
-            values = piece[:-1], piece[1:], np.repeat(starts, spans[1])[:-1]
-            for buffer, value in zip(slot, values):
-                buffer.numpy()[here] = value
-        return crcs, self.corpus.epoch
-
-    def next(self):
-        """The batch of the next step: [(tokens, targets, doc_start), ...], one per micro-batch."""
-        batch = self.ready.get()
-        if isinstance(batch, BaseException):
-            raise batch
-        i, copied, T, crcs, epoch = batch
-        n = len(self.mine) * T
-        for source, target in zip(self.slots[i], self.on_device):
-            target[:n].copy_(source[:n], non_blocking=True)
-        if copied is not None:
-            copied.record()
-        self.free.put((i, copied))
-        self.crcs.append(crcs)
-        self.epochs.append(epoch)
-        return list(zip(*(x[:n].view(-1, T) for x in self.on_device)))
-
-
-# ---- 8.5 Vocabulary: GPT-2's tokens as bytes, text to tokens and back -----------------------------
+# ---- 8.4 Vocabulary: GPT-2's tokens as bytes, text to tokens and back -----------------------------
 
 VOCAB_FILE_SHA256 = "a622700e3255b4a6186e052c4c715c1d05634cb6041c12ab6c95c9ee0a2c9772"
 
@@ -1933,7 +2159,162 @@ class Vocabulary:
         return b"".join(self.bytes[i] for i in ids).decode("utf-8", "replace")
 
 
-# ======== 9. Schedules ========================================================== budget 60 ====
+# ---- 8.5 targets: what the loss of a micro-batch is taken over -------------------------------------
+
+SWEEP_STRIDE = 20_011        # coprime with the number of classes: the sweep meets all of them
+
+
+def prefix_table(vocabulary):
+    """For every token the longest proper prefix of its bytes that is a token, or -1: (V,) int32 [4]."""
+    table = np.full(VOCAB_PADDED, -1, np.int32)
+    for i, token in enumerate(vocabulary.bytes[:BOS]):     # BOS is no text
+        table[i] = next((vocabulary.ids[token[:n]] for n in range(len(token) - 1, 0, -1)
+                         if token[:n] in vocabulary.ids), -1)
+    return table
+
+
+def candidates(targets, n_classes, start):
+    """(classes, next start): the targets, COPY and further classes, n_classes in all, ascending: int64.
+
+    The further ones are met on a sweep k -> 20011 k mod V from k = start on, which ends with the last one
+    taken. Raises RunFailed where the targets alone are too many.
+    """
+    taken = np.zeros(VOCAB_PADDED, bool)
+    taken[targets] = taken[COPY] = True
+    missing = n_classes - int(taken.sum())
+    if missing < 0:
+        raise RunFailed(f"a micro-batch has {n_classes - missing} different targets, more than the "
+                        f"{n_classes} classes of its loss. Raise p_early, p_middle or p_late.")
+    sweep = (start + np.arange(VOCAB_PADDED)) * SWEEP_STRIDE % VOCAB_PADDED
+    free = np.flatnonzero(~taken[sweep])[:missing]
+    taken[sweep[free]] = True
+    return np.flatnonzero(taken), (start + int(free[-1]) + 1) % VOCAB_PADDED if missing else start
+
+
+def weighted_targets(following, plan, prefix_of):
+    """(targets (T, K) int64, weights (T, K) fp32) of T next tokens `following`; -1 where there is none."""
+    T, shape = len(following), (len(following), len(plan.future) + len(plan.prefix))
+    targets, weights = np.full(shape, -1, np.int64), np.zeros(shape, np.float32)
+    for k, weight in enumerate(plan.future):
+        targets[:T - k, k], weights[:T - k, k] = following[k:], weight
+    if plan.prefix:
+        targets[:, -1] = prefix_of[following]
+        weights[:, -1] = plan.prefix[0]
+    return targets, weights
+
+
+# ---- 8.6 Loader: the worker thread ---------------------------------------------------------------
+
+class Loader:
+    """Prepares the batches of a plan on a worker thread, while the clock runs.
+
+    plan: one StepPlan per step. A batch is what Model.forward takes, one for each micro-batch of this rank,
+    at fixed addresses on the device. A host slot is filled again only when the copy that read it has
+    finished; without that the next batch would overwrite the one in flight.
+    """
+
+    def __init__(self, cfg, comm, plan):
+        self.corpus = Corpus(files_of(cfg.train_files, "train_files"), cfg.repeat)
+        self.plan, self.n_micro, self.device = plan, cfg.n_micro, comm.device
+        n = cfg.n_micro // comm.world
+        self.mine = range(comm.rank * n, (comm.rank + 1) * n)
+        self.vocabulary, self.prefix_of = Vocabulary(cfg.vocab_file), None
+        self.sweeps = [VOCAB_PADDED * m // cfg.n_micro for m in range(cfg.n_micro)]
+        kinds, on_gpu = (torch.int32, torch.int32, torch.int64, torch.float32, torch.int64), \
+            comm.device.type == "cuda"
+        sizes = [n * max(map(math.prod, shapes)) for shapes in zip(*map(self.shapes, plan))]
+        self.slots = [[torch.empty(size, dtype=t, pin_memory=on_gpu) for size, t in zip(sizes, kinds)]
+                      for _ in range(N_SLOTS)]
+        self.on_device = [torch.empty(size, dtype=t, device=comm.device) for size, t in zip(sizes, kinds)]
+        # A slot goes round: free, filled by the worker, ready, copied by next(), and free again.
+        self.free, self.ready = queue.Queue(), queue.Queue()
+        for i in range(N_SLOTS):
+            self.free.put((i, torch.cuda.Event() if on_gpu else None))
+        self.clock_runs, self.crcs, self.epochs = threading.Lock(), [], []
+        self.clock_runs.acquire()
+        threading.Thread(target=self._work, daemon=True, name="loader").start()
+
+    @staticmethod
+    def shapes(plan):
+        """Shapes of a micro-batch: tokens, doc_start, targets, weights, classes (none if they are all)."""
+        targets = plan.T, len(plan.future) + len(plan.prefix)
+        return (plan.T,), (plan.T,), targets, targets, (plan.n_classes % VOCAB_PADDED,)
+
+    def views(self, buffers, plan):
+        """Of every buffer the part that a step of the plan uses, one row a micro-batch."""
+        n = len(self.mine)
+        return [x[:n * math.prod(shape)].view(n, *shape) for x, shape in zip(buffers, self.shapes(plan))]
+
+    def resume(self):
+        """The clock runs: prepare batches."""
+        self.clock_runs.release()
+
+    def pause(self):
+        """The clock is to stop: return when nothing is being prepared, and prepare nothing."""
+        self.clock_runs.acquire()
+
+    def _work(self):
+        """The thread: fill free slots in the order of the plan, each only while the clock runs."""
+        try:
+            for plan in self.plan:
+                i, copied = self.free.get()
+                if copied is not None:
+                    copied.synchronize()
+                with self.clock_runs:
+                    crcs, epoch = self._fill(self.views(self.slots[i], plan), plan)
+                self.ready.put((i, copied, plan, crcs, epoch))
+        except BaseException as e:   # the consumer raises it in the main thread; here it would go unseen
+            self.ready.put(e)
+
+    def _fill(self, slot, plan):
+        """Pack all micro-batches of a step and read this rank's into the slot."""
+        crcs = []
+        for m in range(self.n_micro):
+            spans = self.corpus.take(plan.T, plan.max_doc)
+            if m not in self.mine:       # only the cursor moves on: packing is cheap, reading is not
+                continue
+            piece = self.corpus.read(*spans)
+            crcs.append(zlib.crc32(piece))
+            starts = np.cumsum(spans[1]) - spans[1]
+            values = piece[:-1], np.repeat(starts, spans[1])[:-1], *self._targets(piece[1:], plan, m)
+            for buffer, value in zip(slot, values):
+                buffer[m - self.mine[0]].numpy()[...] = value
+        return crcs, self.corpus.epoch
+
+    def _targets(self, following, plan, m):
+        """(targets, weights, classes) of micro-batch m; the targets are positions in its classes."""
+        if self.prefix_of is None:
+            self.prefix_of = prefix_table(self.vocabulary)
+        targets, weights = weighted_targets(following, plan, self.prefix_of)
+        classes = np.zeros(0, np.int64)
+        if plan.n_classes < VOCAB_PADDED:
+            classes, self.sweeps[m] = candidates(following, plan.n_classes, self.sweeps[m])
+            position = np.full(VOCAB_PADDED + 1, -1)       # the last one is for what is no class
+            position[classes] = np.arange(len(classes))
+            targets = position[targets]
+        weights[targets < 0] = 0                           # a prefix that is no candidate is dropped
+        return np.maximum(targets, 0), weights, classes
+
+    def next(self):
+        """The batches of the next step, one per micro-batch."""
+        batch = self.ready.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        i, copied, plan, crcs, epoch = batch
+        on_device = self.views(self.on_device, plan)
+        for source, target in zip(self.views(self.slots[i], plan), on_device):
+            target.copy_(source, non_blocking=True)
+        if copied is not None:
+            copied.record()
+        self.free.put((i, copied))
+        self.crcs.append(crcs)
+        self.epochs.append(epoch)
+        if plan.n_classes == VOCAB_PADDED:
+            on_device[-1] = [None] * len(self.mine)
+        return list(zip(*on_device))
+
+
+# ======== 9. Schedules ========================================================== budget 90 ====
 # What changes during a run, as pure functions of (cfg, step): no tensor, no rank, no state. Steps count
 # from 0. Stage boundaries are in section 1 (Config.stage_ends), since the command line is checked against
 # them; everything here follows from them.
@@ -1941,6 +2322,7 @@ class Vocabulary:
 ROTARY_BASE = 1024           # the slowest pair of channels turns by 1 / 1024 radian per token
 YARN_TURNS = (1.0, 32.0)     # turns in a window at which a frequency is stretched fully, and not at all [4]
 YARN_GAIN = 0.2
+LATE_SHARE = (2, 3)          # of stage 2 have passed when its loss takes more classes
 
 
 def stage_at(cfg, step):
@@ -1966,6 +2348,32 @@ def mu_at(cfg, step):
     return cfg.mu_low + (cfg.mu_high - cfg.mu_low) * (up - down)
 
 
+def n_classes_at(cfg, step):
+    """Classes in the loss of a step: few at first, more in the last third of stage 2, then all."""
+    stage, (_, start, end, *_) = stage_at(cfg, step), cfg.stage_ends
+    if stage > 2:
+        return VOCAB_PADDED
+    late = (end - start) * LATE_SHARE[0] <= (step - start) * LATE_SHARE[1]
+    return cfg.p_early if stage < 2 else cfg.p_late if late else cfg.p_middle
+
+
+def targets_at(cfg, step):
+    """(weights of the next tokens as targets, () or (weight,) of the next token's prefix), falling [4]."""
+    stage, ends = stage_at(cfg, step), (0, *cfg.stage_ends)
+    if stage > 1:
+        return FUTURE_WEIGHTS[:1], ()
+    done = (step - ends[stage]) / (ends[stage + 1] - ends[stage])
+    *kept, last = FUTURE_WEIGHTS if stage == 0 else FUTURE_WEIGHTS[:2]
+    quarter = 0 if stage == 0 else 1 + int(done * (len(PREFIX_WEIGHTS) - 1))
+    return (*kept, last * (1 - done)), (PREFIX_WEIGHTS[quarter],)
+
+
+def plan_at(cfg, step):
+    """The StepPlan of a step."""
+    stage = cfg.stages[stage_at(cfg, step)]
+    return StepPlan(stage.T, stage.max_doc, n_classes_at(cfg, step), *targets_at(cfg, step))
+
+
 def yarn(freqs, scale, old, new):
     """Frequencies and softmax scale after the window has grown from old to new tokens [3].
 
@@ -1978,20 +2386,23 @@ def yarn(freqs, scale, old, new):
     return shrunk, scale * (1 + YARN_GAIN * math.log(new / old))
 
 
-def rotary_at(cfg, stage):
-    """(angular frequencies, softmax scale) of a stage: E/4 of them, in radians per token, falling.
+def rotary_at(cfg, stage, wide):
+    """(angular frequencies, softmax scale) of a stage's wide or narrow heads: d_head/4 frequencies, falling.
 
-    One YaRN step for every growth of the long window up to this stage; validation takes none.
+    One YaRN step for every growth of the window up to this stage; narrow heads follow the short window, wide
+    ones the long one. Validation takes no step.
     """
     n = cfg.d_head // 2 // 2
-    freqs, scale = [ROTARY_BASE ** (-i / max(n - 1, 1)) for i in range(n)], cfg.attn_scale
-    for before, here in zip(cfg.stages[:stage], cfg.stages[1:stage + 1]):
-        if here.long != before.long:
-            freqs, scale = yarn(freqs, scale, before.long, here.long)
+    freqs = [ROTARY_BASE ** (-i / max(n - 1, 1)) for i in range(n)]
+    scale = cfg.scale_wide if wide else cfg.scale_narrow
+    windows = [row.long if wide else row.short for row in cfg.stages[:stage + 1]]
+    for before, here in zip(windows, windows[1:]):
+        if here != before:
+            freqs, scale = yarn(freqs, scale, before, here)
     return freqs, scale
 
 
-# ======== 10. Graphs ============================================================ budget 125 ====
+# ======== 10. Graphs ============================================================ budget 130 ====
 # What is done once per process before the clock starts: which replacements run, whether the memory suffices,
 # and every shape run once on synthetic tokens, so that all is compiled, libraries are loaded, connections
 # stand, and what cannot work fails early.
@@ -2083,30 +2494,34 @@ def check_memory(cfg, comm):
                   f"({needed / GIB:.1f} GiB) of GPU memory, free are {free:,} ({free / GIB:.1f} GiB). {take}")
 
 
-def synthetic(T, device):
-    """A stream of tokens that no corpus contributed to: (tokens, targets, doc_start)."""
+def synthetic(plan, device):
+    """A batch of the plan's shapes to which no corpus contributed."""
+    T, P, n_targets = plan.T, plan.n_classes, len(plan.future) + len(plan.prefix)
     ids = torch.arange(T + 1, device=device) * SYNTHETIC_STRIDE % VOCAB
-    return ids[:-1].int(), ids[1:], torch.zeros(T, dtype=torch.int32, device=device)
+    targets = (ids[1:] % P)[:, None].repeat(1, n_targets)
+    classes = torch.arange(P, device=device) if P < VOCAB_PADDED else None
+    return (ids[:-1].int(), torch.zeros(T, dtype=torch.int32, device=device), targets,
+            torch.ones(T, n_targets, device=device), classes)
 
 
-def warm_up(cfg, model, optimizer, views, val_view, *, tell):
+def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
     """One micro-batch of every shape, two optimizer steps, one validation stream; then undo it all.
 
-    tell(text) is called after every part.
+    plans: {StepPlan of a shape: View}, largest T first. tell(text) is called after every part.
     """
     device = model.w_embed.device
     # Two steps, because Adam steps on odd ones only. Nothing here draws a random number or asks the loader.
     before, n_adam = [x.clone() for x in optimizer.tensors()], optimizer.n_adam
-    for T, view in sorted(((stage.T, view) for stage, view in zip(cfg.stages, views)), key=lambda x: -x[0]):
-        model(*synthetic(T, device), view).backward()
+    for plan, view in plans.items():
+        model(synthetic(plan, device), view).backward()
         optimizer.comm.settle()
-        tell(f"T {T:,}")
+        tell(f"T {plan.T:,}, {plan.n_classes:,} classes")
     for step in range(2):
         optimizer.step(step, 1.0, cfg.mu_low)
     optimizer.comm.settle()
     tell("optimizer")
     with torch.no_grad():
-        model(*synthetic(cfg.val_seq, device), val_view, VOCAB)
+        model(synthetic(StepPlan(cfg.val_seq, 0, VOCAB_PADDED, (1.0,), ()), device), val_view, VOCAB)
         for x, old in zip(optimizer.tensors(), before):
             x.copy_(old)
     optimizer.n_adam = n_adam
@@ -2114,7 +2529,7 @@ def warm_up(cfg, model, optimizer, views, val_view, *, tell):
     tell("validation")
 
 
-# ======== 11. Train ============================================================= budget 355 ====
+# ======== 11. Train ============================================================= budget 365 ====
 # A run from the command line to the last line of the log. Invariants:
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.
@@ -2156,15 +2571,21 @@ class LossRing:
             yield steps, entry.tolist(), stamps
 
 
+def turns(freqs, n_positions, n_still, device):
+    """Rotary table, see rotate: (n_positions, 1, E/2, 2), with n_still pairs that do not turn."""
+    position, freqs = (torch.tensor(x, dtype=torch.float64) for x in (range(n_positions), freqs))
+    angle = F.pad(torch.outer(position, freqs), (0, n_still))[:, None]
+    return torch.stack((angle.cos(), -angle.sin()), -1).to(device, torch.float32)
+
+
 def view_at(cfg, stage, device, n_positions, long=None):
     """View of a stage for streams of n_positions tokens; `long` replaces its long window."""
-    freqs, scale = rotary_at(cfg, stage)
-    scale = torch.tensor(scale, device=device)
-    position = torch.arange(n_positions, dtype=torch.float64)
-    angle = torch.outer(position, torch.tensor(freqs, dtype=torch.float64))
-    angle = F.pad(angle, (0, len(freqs)))[:, None]             # the second half of a head has no position
-    turn = torch.stack((angle.cos(), -angle.sin()), -1).to(device, torch.float32)
-    return View(cfg.stages[stage].short, long or cfg.stages[stage].long, scale, turn)
+    (narrow, scale_narrow), (wide, scale_wide) = (rotary_at(cfg, stage, wide) for wide in (False, True))
+    doubled = turns(narrow, 2 * n_positions, 0, device)
+    return View(cfg.stages[stage].short, long or cfg.stages[stage].long,
+                torch.tensor(scale_narrow, device=device), torch.tensor(scale_wide, device=device),
+                doubled[:n_positions], doubled.view(n_positions, 2, -1, 2),
+                turns(wide, n_positions, len(wide), device))
 
 
 def tokens_until(cfg, step):
@@ -2196,7 +2617,7 @@ class Run:
 
 def begin(cfg, comm, log, guard, *, model, optimizer, telemetry):
     """A Run whose weights and states are those before the first step."""
-    plan = [(stage.T, stage.max_doc) for stage in (cfg.stages[stage_at(cfg, s)] for s in range(cfg.n_run))]
+    plan = [plan_at(cfg, step) for step in range(cfg.n_run)]
     telemetry.clock, telemetry.samples = Clock(comm), []
     log.flush()
     return Run(cfg, comm, log, guard, telemetry.clock, model, optimizer, telemetry, Loader(cfg, comm, plan),
@@ -2214,9 +2635,12 @@ def prepare(cfg, comm, log, guard, *, ops, telemetry):
         log.phase(f"warm-up, {part}")
         log.flush()
         guard.step()
-    last = stage_at(cfg, cfg.n_run - 1)
-    warm_up(cfg, model, optimizer,
-            [view_at(cfg, k, comm.device, stage.T) for k, stage in enumerate(cfg.stages)],
+    last, shapes = stage_at(cfg, cfg.n_run - 1), {}
+    for step in range(cfg.n_steps):
+        plan = plan_at(cfg, step)
+        shapes.setdefault((plan.T, plan.n_classes, len(plan.future)), (plan, stage_at(cfg, step)))
+    warm_up(cfg, model, optimizer, {plan: view_at(cfg, k, comm.device, plan.T) for plan, k in
+                                    sorted(shapes.values(), key=lambda x: -x[0].T)},
             view_at(cfg, last, comm.device, cfg.val_seq, cfg.val_long), tell=tell)
     return begin(cfg, comm, log, guard, model=model, optimizer=optimizer, telemetry=telemetry)
 
@@ -2236,8 +2660,8 @@ def renew(run, cfg, log):
 def train_step(run, batch, view, step):
     """Forward and backward of this rank's micro-batches, then the optimizer; the tail gets loss and flag."""
     tail = run.optimizer.tail[step % 2].zero_()
-    for tokens, targets, doc_start in batch:
-        loss = run.model(tokens, targets, doc_start, view)
+    for micro_batch in batch:
+        loss = run.model(micro_batch, view)
         loss.backward()
         tail[0] += loss.detach()
         run.guard.step()
@@ -2277,7 +2701,8 @@ def validate(run, step, long=None):
     report(run, wait=True)
     with torch.no_grad():
         for stream in streams:           # item() waits for the device, which is right: the clock stands
-            sums.append(run.model(*(x.to(comm.device) for x in stream), view, VOCAB).item())
+            stream = [x if x is None else x.to(comm.device) for x in stream]
+            sums.append(run.model(stream, view, VOCAB).item())
             run.guard.step()
     by_rank = comm.collect(sums)
     streams_in_order = range(cfg.val_tokens // cfg.val_seq)

@@ -53,7 +53,8 @@ def main(argv):
     model, optimizer = tg.make(cfg, comm, comm.device, ops)
     guard, by_stage = SimpleNamespace(step=lambda: None), {}
     for k, stage in enumerate(cfg.stages):
-        loader = tg.Loader(cfg, comm, [(stage.T, stage.max_doc)] * (WARM + TIMED))
+        plan = tg.plan_at(cfg, cfg.stage_ends[k] - 1)
+        loader = tg.Loader(cfg, comm, [plan] * (WARM + TIMED))
         loader.resume()
         run = SimpleNamespace(cfg=cfg, comm=comm, guard=guard, model=model, optimizer=optimizer)
         view, marks = tg.view_at(cfg, k, comm.device, stage.T), []

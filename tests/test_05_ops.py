@@ -65,6 +65,35 @@ def dense_loss(x, w, targets, n_classes):
     return F.cross_entropy(z[:, :n_classes], targets, reduction="sum")
 
 
+def loss_and_gradients(tg, x, w, targets, weights, *, classes=None, n_classes=10**6, factor=1.0):
+    """(loss, dx, dw) of softcap_loss; what w's gradient held before stays in it."""
+    grad = torch.ones_like(w)
+    loss = tg.softcap_loss(x, w.detach(), grad, targets, weights, classes=classes, n_classes=n_classes,
+                           rows_op=tg.loss_rows_ref)
+    (dx,) = torch.autograd.grad(factor * loss, [x])
+    return loss, dx, grad - 1
+
+
+def test_several_weighted_targets_over_some_classes(tg, monkeypatch):
+    """Each target's cross-entropy over the candidate classes alone, times its weight; two targets may coincide;
+    over all classes the sampled loss is the full one."""
+    monkeypatch.setitem(tg.LOSS_ROWS, "cpu", 5)
+    x, w = rand(0, 13, 6).requires_grad_(), (3 * rand(1, 40, 6)).requires_grad_()
+    classes = torch.tensor([1, 2, 3, 5, 8, 13, 21, 34, 39])
+    targets, weights = torch.arange(39).view(13, 3) * 5 % 9, torch.rand(13, 3, generator=torch.Generator().manual_seed(3))
+    targets[4] = 7
+    weights[2, 1] = weights[12] = 0
+    z = 23 * torch.sigmoid((x @ w[classes].T + 5) / 7.5)
+    want = sum((weights[:, k].double() * F.cross_entropy(z, targets[:, k], reduction="none")).sum() for k in range(3))
+    got, dx, dw = loss_and_gradients(tg, x, w, targets, weights, classes=classes)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close((dx, dw), torch.autograd.grad(want, (x, w)))
+    assert not dx[12].any() and not dw[0].any()
+    sampled = loss_and_gradients(tg, x, w, targets, weights, classes=torch.arange(40))
+    for a, b in zip(sampled, loss_and_gradients(tg, x, w, targets, weights)):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("n_classes", [40, 37])
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_loss_equals_the_dense_form_and_honours_its_gradient(tg, monkeypatch, n_classes, rows):
@@ -72,21 +101,35 @@ def test_loss_equals_the_dense_form_and_honours_its_gradient(tg, monkeypatch, n_
     monkeypatch.setitem(tg.LOSS_ROWS, "cpu", rows)
     x, w, y = rand(0, 13, 6), 3 * rand(1, 40, 6), torch.arange(13) * 5 % n_classes
     x.requires_grad_(), w.requires_grad_()
-    got, want = tg.softcap_loss(x, w, y, n_classes, tg.loss_rows_ref), dense_loss(x, w, y, n_classes)
-    torch.testing.assert_close(got, want)
+    want = dense_loss(x, w, y, n_classes)
     for factor in (1.0, -2.5):
-        ours, ref = (torch.autograd.grad(factor * loss, (x, w), retain_graph=True) for loss in (got, want))
-        torch.testing.assert_close(ours, ref)
+        got, dx, dw = loss_and_gradients(tg, x, w, y[:, None], torch.ones(13, 1), n_classes=n_classes, factor=factor)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close((dx, dw), torch.autograd.grad(factor * want, (x, w), retain_graph=True))
 
 
 def test_loss_gradcheck_in_float64(tg):
     x, w = rand(0, 7, 4).requires_grad_(), rand(1, 11, 4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, w: tg.softcap_loss(x, w, torch.arange(7), 11, tg.loss_rows_ref), (x, w))
+    y, weights = torch.arange(21).view(7, 3) % 11, rand(2, 7, 3).abs()
+    classes = torch.tensor([0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
+    for chosen, full in ((None, w), (classes, rand(3, 12, 4))):
+        call = lambda x: tg.softcap_loss(x, full, torch.zeros_like(full), y, weights, classes=chosen, n_classes=11,   # noqa
+                                         rows_op=tg.loss_rows_ref)
+        assert torch.autograd.gradcheck(call, (x,))
+    # and w, whose gradient is added in place: central differences of the loss itself
+    full, step = rand(3, 12, 4), 1e-6
+    _, _, dw = loss_and_gradients(tg, x, full, y, weights, classes=classes)
+    for i, j in ((0, 0), (2, 3), (11, 1), (1, 2)):
+        moved = [full.index_put((torch.tensor(i), torch.tensor(j)), full[i, j] + s) for s in (step, -step)]
+        up, down = (tg.softcap_loss(x, m, None, y, weights, classes=classes, n_classes=12, rows_op=tg.loss_rows_ref)
+                    for m in moved)
+        assert float(dw[i, j]) == pytest.approx(float(up - down) / (2 * step), abs=1e-6)
+    assert not dw[1].any()                            # no class of the loss
 
 
 def test_loss_in_bf16_has_an_fp32_sum(tg):
     x, w, y = rand(0, 64, 16, dtype=torch.bfloat16), rand(1, 500, 16, dtype=torch.bfloat16), torch.arange(64)
-    got = tg.softcap_loss(x, w, y, 500, tg.loss_rows_ref)
+    got, *_ = loss_and_gradients(tg, x.requires_grad_(), w, y[:, None], torch.ones(64, 1), n_classes=500)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), dense_loss(x.double(), w.double(), y, 500), rtol=5e-3, atol=0)
 

@@ -1,5 +1,6 @@
 """Section 8: documents, packing, shards, validation streams, and the worker."""
 
+import hashlib
 import threading
 import time
 from dataclasses import replace
@@ -129,24 +130,30 @@ def test_validation_streams_cover_the_tokens_once(tg, tmp_path, world):
         for i, stream in zip(range(rank, 8, world), tg.read_validation(cfg, Rank(rank, world))):
             found[i] = stream
     assert sorted(found) == list(range(8))
-    for i, (inputs, targets, doc_start) in found.items():
+    for i, (inputs, doc_start, targets, weights, classes) in found.items():
         want = tokens[100 * i:100 * i + 101].astype(int)
-        assert inputs.tolist() == want[:-1].tolist() and targets.tolist() == want[1:].tolist()
+        assert inputs.tolist() == want[:-1].tolist() and targets[:, 0].tolist() == want[1:].tolist()
+        assert (weights == 1).all() and classes is None and targets.shape == weights.shape == (100, 1)
         assert doc_start.tolist() == tg.doc_starts(want[:-1]).tolist()
     assert (inputs.dtype, targets.dtype, doc_start.dtype) == (torch.int32, torch.int64, torch.int32)
 
 
-PLAN = [(96, 60), (96, 60), (128, 200), (64, 30)] * 3
+PLAN = [(96, 60, 300, (1.0, 0.5, 0.25), (0.25,)), (96, 60, 400, (1.0, 0.5), (0.1,)), (128, 200, 50_304, (1.0,), ()),
+        (64, 30, 300, (1.0,), ())] * 3
+
+
+def plans(tg):
+    return [tg.StepPlan(*row) for row in PLAN]
 
 
 def batches(tg, cfg, rank, world, between=lambda loader: None):
-    """{(step, m): (tokens, targets, doc_start)} of one rank, and the loader."""
-    loader = tg.Loader(cfg, Rank(rank, world), PLAN)
+    """{(step, m): what Model.forward takes} of one rank, and the loader."""
+    loader = tg.Loader(cfg, Rank(rank, world), plans(tg))
     loader.resume()
     seen = {}
     for step in range(len(PLAN)):
         for m, micro in zip(loader.mine, loader.next()):
-            seen[step, m] = tuple(x.tolist() for x in micro)
+            seen[step, m] = tuple(x if x is None else x.tolist() for x in micro)
         between(loader)
     return seen, loader
 
@@ -162,10 +169,16 @@ def test_micro_batches_do_not_depend_on_the_world_size(tg, tmp_path):
         for rank in range(world):
             spread |= batches(tg, cfg, rank, world)[0]
         assert spread == alone
-    for (step, _), (tokens, targets, doc_start) in alone.items():
-        T, cap = PLAN[step]
-        assert len(tokens) == T and tokens[0] == B and targets[:-1] == tokens[1:]
+    for (step, _), (tokens, doc_start, targets, weights, classes) in alone.items():
+        T, cap, P, future, prefix = PLAN[step]
+        assert len(tokens) == T and tokens[0] == B
         assert all(tokens[s] == B for s in doc_start) and max(t - s for t, s in enumerate(doc_start)) < cap
+        classes = list(range(50_304)) if classes is None else classes
+        assert len(classes) == P and classes == sorted(set(classes)) and 50_257 in classes
+        for k, weight in enumerate(future):          # the k-th target is the token k + 1 further on
+            named = [classes[row[k]] for row in targets[:T - 1 - k]]
+            assert named == tokens[1 + k:] and [row[k] for row in weights] == [weight] * (T - k) + [0] * k
+        assert all(len(row) == len(future) + len(prefix) for row in targets + weights)
 
 
 def test_slow_consumers_and_pauses_change_nothing(tg, tmp_path):
@@ -185,7 +198,7 @@ def test_slow_consumers_and_pauses_change_nothing(tg, tmp_path):
 
 def test_nothing_is_prepared_before_the_clock_runs(tg, tmp_path):
     shard(tmp_path / "train_000001.bin", docs(20_000, 45, 1))
-    loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), PLAN)
+    loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), plans(tg))
     time.sleep(0.2)
     assert loader.ready.qsize() == 0 and loader.corpus.looked == 0
     loader.resume()
@@ -194,7 +207,7 @@ def test_nothing_is_prepared_before_the_clock_runs(tg, tmp_path):
 
 def test_an_error_of_the_worker_is_raised_by_its_consumer(tg, tmp_path):
     shard(tmp_path / "train_000001.bin", docs(1000, 45, 1))
-    loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), PLAN)
+    loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), plans(tg))
     loader.resume()
     with pytest.raises(tg.RunFailed, match="at an end"):
         for _ in PLAN:
@@ -206,7 +219,7 @@ def test_a_host_slot_is_not_filled_again_before_its_copy_has_run(tg, tmp_path, m
     shard(tmp_path / "train_000001.bin", docs(20_000, 45, 1))
     work = tg.Loader._work
     monkeypatch.setattr(tg.Loader, "_work", lambda self: None)
-    loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), PLAN)
+    loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), plans(tg))
 
     class Copy:
         done, recorded = threading.Event(), False
@@ -262,3 +275,83 @@ def test_a_changed_vocabulary_file_is_refused(tg, tmp_path):
     (tmp_path / "vocab.bin").write_bytes(b"\x01a")
     with pytest.raises(tg.Refusal, match="SHA-256"):
         tg.Vocabulary(tmp_path / "vocab.bin")
+
+
+# ---- targets and classes -----------------------------------------------------------------------------------
+
+def test_prefix_table_is_the_published_one(tg):
+    """Against the hash in the public notes, samples by hand, and every entry against its bytes."""
+    vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin")
+    table = tg.prefix_table(vocabulary)
+    sha = hashlib.sha256(table.astype("<i4").tobytes()).hexdigest()
+    assert sha == "36281293860d09f2307c3d2cd503f2e595e24c165fbd49b11f89cfaed71b617c"
+    assert table.shape == (50_304,) and (table >= 0).sum() == 50_000 and table[50_256:].max() == -1
+    known = {262: 294, 290: 281, 383: 536, 464: 817, 1169: 400, 50255: 17841, 5000: 2104, 20000: 7653, 257: 220}
+    assert {i: int(table[i]) for i in known} == known
+    for i in range(0, 50_256, 97):
+        token, prefixes = vocabulary.bytes[i], [vocabulary.bytes[i][:n] for n in range(1, len(vocabulary.bytes[i]))]
+        longest = max((p for p in prefixes if p in vocabulary.ids), key=len, default=None)
+        assert (table[i] == -1 and longest is None) or vocabulary.bytes[table[i]] == longest, token
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_candidates(data):
+    """Sorted, unique, P of them, with all targets and COPY; deterministic; the sweep stops behind the last taken."""
+    import train_gpt as tg
+    targets = np.array(data.draw(st.lists(st.integers(0, 50_256), min_size=1, max_size=300)))
+    n = data.draw(st.integers(len(set(targets.tolist())) + 1, 700) | st.just(50_303))
+    start = data.draw(st.integers(0, 50_303))
+    classes, after = tg.candidates(targets, n, start)
+    again, _ = tg.candidates(targets[::-1], n, start)
+    assert classes.dtype == np.int64 and len(classes) == n and (np.diff(classes) > 0).all()
+    assert set(targets.tolist()) | {50_257} <= set(classes.tolist()) and (classes == again).all()
+    wanted, k, missing = set(targets.tolist()) | {50_257}, start, n - len(set(targets.tolist()) | {50_257})
+    while missing:                                    # the definition, class by class
+        c = k * 20_011 % 50_304
+        missing -= c not in wanted
+        wanted.add(c)
+        k = (k + 1) % 50_304
+    assert wanted == set(classes.tolist()) and after == k
+
+
+def test_the_sweep_meets_every_class_before_it_begins_again(tg):
+    """Without targets to skip, ceil(V / window) steps see them all."""
+    seen, start, window = set(), 0, 1000
+    for _ in range(-(-50_304 // (window - 2))):       # COPY and one target take two places
+        classes, start = tg.candidates(np.array([0]), window, start)
+        seen |= set(classes.tolist())
+    assert seen == set(range(50_304))
+
+
+def test_more_targets_than_classes_are_named(tg):
+    with pytest.raises(tg.RunFailed, match="has 301 different targets, more than the 300 classes.*p_early"):
+        tg.candidates(np.arange(300), 300, 0)
+
+
+def test_weighted_targets_at_the_end_and_with_prefixes(tg):
+    prefix_of = np.full(50_304, -1)
+    prefix_of[7] = 3
+    targets, weights = tg.weighted_targets(np.array([5, 7, 9], np.uint16), tg.StepPlan(3, 9, 9, (1.0, 0.5), (0.25,)),
+                                           prefix_of)
+    assert targets.tolist() == [[5, 7, -1], [7, 9, 3], [9, -1, -1]]
+    assert weights.tolist() == [[1, 0.5, 0.25], [1, 0.5, 0.25], [1, 0, 0.25]]
+
+
+def test_a_prefix_that_is_no_candidate_is_dropped(tg, tmp_path):
+    """Weight 0 where there is no prefix, or it is not among the classes; never a position outside."""
+    shard(tmp_path / "train_000001.bin", docs(6000, 45, 1))
+    loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), plans(tg))
+    following = docs(97, 45, 3)[1:]
+    targets, weights, classes = loader._targets(following, plans(tg)[0], 0)
+    prefix = loader.prefix_of[following]
+    inside = np.isin(prefix, classes) & (prefix >= 0)
+    assert 0 < inside.sum() < len(inside)
+    assert ((weights[:, -1] == 0.25) == inside).all() and (weights[~inside, -1] == 0).all()
+    assert (classes[targets[inside, -1]] == prefix[inside]).all() and 0 <= targets.min() and targets.max() < 300
+
+
+def test_sweeps_begin_apart_and_belong_to_their_micro_batch(tg, tmp_path):
+    shard(tmp_path / "train_000001.bin", docs(6000, 45, 1))
+    loader = tg.Loader(config(tg, tmp_path), Rank(1, 4), plans(tg))
+    assert loader.sweeps == [50_304 * m // 8 for m in range(8)]

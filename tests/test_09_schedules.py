@@ -1,5 +1,7 @@
 """Section 9 and the stage formulas: golden tables, worked out apart from the code."""
 
+from dataclasses import replace
+
 import pytest
 
 STAGES = {     # n_sched: (stage ends, tokens of the whole record run)
@@ -71,8 +73,54 @@ def test_yarn_vectors(tg):
 
 
 def test_rotary_at_takes_one_yarn_step_for_each_new_window(tg):
-    """Stage 3 keeps stage 2's window, so it keeps its frequencies."""
+    """Narrow heads follow the short windows, wide ones the long; stage 3 keeps stage 2's, so all stays as it is."""
     cfg = tg.RECORD
-    scales = [tg.rotary_at(cfg, stage)[1] for stage in range(5)]
-    assert scales == pytest.approx([.1, .116946, .127518, .127518, .131778], abs=1e-6)
-    assert len(tg.rotary_at(cfg, 0)[0]) == 32 and len(tg.rotary_at(tg.PRESETS["tiny"], 0)[0]) == 4
+    narrow, wide = ([tg.rotary_at(cfg, stage, wide)[1] for stage in range(5)] for wide in (False, True))
+    assert narrow == pytest.approx([.1300, .1586, .1748, .1748, .1811], abs=5e-5)
+    assert wide == pytest.approx([.0850, .0994, .1084, .1084, .1120], abs=5e-5)
+    freqs = [1024 ** (-i / 31) for i in range(32)]
+    for before, after in ((128, 384), (384, 640), (640, 768)):
+        freqs, _ = tg.yarn(freqs, 1.0, before, after)
+    assert tg.rotary_at(cfg, 4, False)[0] == pytest.approx(freqs) != tg.rotary_at(cfg, 4, True)[0]
+    assert tg.rotary_at(cfg, 0, False)[0] == tg.rotary_at(cfg, 0, True)[0] and len(freqs) == 32
+    assert len(tg.rotary_at(tg.PRESETS["tiny"], 0, True)[0]) == 4
+
+
+def changes(values):
+    """[(step, value)] where a sequence takes a new value."""
+    return [(i, x) for i, x in enumerate(values) if i == 0 or x != values[i - 1]]
+
+
+@pytest.mark.parametrize("n_sched, classes, prefix", [
+    (978, [0, 593, 845, 971], [0, 279, 358, 436, 515, 593]),
+    (1122, [0, 681, 965, 1107], [0, 320, 411, 501, 591, 681]),
+    (963, [0, 584, 832, 956], [0, 275, 353, 430, 507, 584]),
+    (240, [0, 146, 208, 239], [0, 69, 89, 108, 127, 146])])
+def test_classes_and_prefix_weights(tg, n_sched, classes, prefix):
+    """The steps at which they change; published for 1122, settled for 978, by the same rule for the others."""
+    cfg = replace(tg.RECORD, n_sched=n_sched)
+    steps = range(cfg.n_steps)
+    assert changes([tg.n_classes_at(cfg, s) for s in steps]) == list(zip(classes, (10_240, 14_336, 24_576, 50_304)))
+    assert changes([tg.targets_at(cfg, s)[1] for s in steps]) == list(zip(
+        prefix, ((0.25,), (0.2,), (0.15,), (0.1,), (0.05,), ())))
+
+
+def test_weights_of_further_targets(tg):
+    """(1, .5, .25 to 0) in stage 0, (1, .5 to 0) in stage 1, then the next token alone."""
+    cfg = tg.RECORD
+    assert tg.targets_at(cfg, 0)[0] == (1.0, 0.5, 0.25)
+    assert tg.targets_at(cfg, 93)[0] == pytest.approx((1.0, 0.5, 0.25 * (1 - 93 / 279)))
+    assert tg.targets_at(cfg, 278)[0] == pytest.approx((1.0, 0.5, 0.25 / 279))
+    assert tg.targets_at(cfg, 279)[0] == (1.0, 0.5)
+    assert tg.targets_at(cfg, 436)[0] == pytest.approx((1.0, 0.25))
+    assert tg.targets_at(cfg, 592)[0] == pytest.approx((1.0, 0.5 / 314))
+    assert {tg.targets_at(cfg, s) for s in range(593, 1050)} == {((1.0,), ())}
+
+
+def test_plan_at_holds_all_that_the_loader_must_know(tg):
+    cfg = tg.RECORD
+    assert tg.plan_at(cfg, 0) == tg.StepPlan(16_384, 896, 10_240, (1.0, 0.5, 0.25), (0.25,))
+    assert tg.plan_at(cfg, 850) == tg.StepPlan(49_152, 3072, 24_576, (1.0,), ())
+    assert tg.plan_at(cfg, 1049) == tg.StepPlan(16_384, 3072, 50_304, (1.0,), ())
+    shapes = {(p.T, p.n_classes, len(p.future), len(p.prefix)) for p in (tg.plan_at(cfg, s) for s in range(1050))}
+    assert len(shapes) == 6                  # as many shapes, and graphs to come, as stages and their parts

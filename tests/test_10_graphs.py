@@ -10,7 +10,7 @@ import torch
 
 def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
     """Weights, gradients, states, the count of Adam steps and the random number generator."""
-    cfg = replace(tg.PRESETS["tiny"], d_model=24, d_head=4, d_mlp=40, val_seq=64)
+    cfg = replace(tg.PRESETS["tiny"], d_model=48, d_head=8, d_mlp=40, val_seq=64)
     cfg = replace(cfg, stages=tuple(replace(stage, T=stage.T // 8) for stage in cfg.stages))
     model = tg.Model(cfg, torch.device("cpu"))
     opt = tg.Optimizer(tg.param_table(model, cfg), one_rank, n_micro=8, muon_lr=.02, muon_wd=1., adam_lr=.01,
@@ -18,22 +18,29 @@ def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
     for i, x in enumerate(opt.tensors()):            # states as in the middle of a run
         x.uniform_(generator=torch.Generator().manual_seed(i))
     before, rng, n_adam = [x.clone() for x in opt.tensors()], torch.get_rng_state(), opt.n_adam
-    views = [tg.view_at(cfg, k, one_rank.device, stage.T) for k, stage in enumerate(cfg.stages)]
+    plans = {}
+    for k, (stage, step) in enumerate(zip(cfg.stages, (0, *cfg.stage_ends))):
+        plan = replace(tg.plan_at(cfg, step), n_classes=(500, 50_304)[k % 2])
+        plans[plan] = tg.view_at(cfg, k, one_rank.device, stage.T)
     touched = []
     real = opt.step
     opt.step = lambda *rest: (real(*rest), touched.append(not torch.equal(opt.tensors()[0], before[0])))
     told = []
-    tg.warm_up(cfg, model, opt, views, tg.view_at(cfg, 4, one_rank.device, 64, 160), tell=told.append)
+    tg.warm_up(cfg, model, opt, plans, tg.view_at(cfg, 4, one_rank.device, 64, 160), tell=told.append)
     assert touched == [True, True]
-    assert told == ["T 96", "T 80", "T 64", "T 32", "T 32", "optimizer", "validation"]
+    assert told == ["T 32, 500 classes", "T 64, 50,304 classes", "T 96, 500 classes", "T 80, 50,304 classes",
+                    "T 32, 500 classes", "optimizer", "validation"]
     assert all(torch.equal(x, y) for x, y in zip(opt.tensors(), before, strict=True))
     assert torch.equal(torch.get_rng_state(), rng) and opt.n_adam == n_adam
 
 
 def test_synthetic_tokens_are_legal_and_differ(tg):
-    tokens, targets, doc_start = tg.synthetic(5000, torch.device("cpu"))
-    assert tokens.max() < tg.VOCAB and len(set(tokens.tolist())) == 5000 and torch.equal(tokens[1:], targets[:-1])
-    assert not doc_start.any()
+    plan = tg.StepPlan(5000, 0, 50_304, (1.0, 0.5), (0.1,))
+    tokens, doc_start, targets, weights, classes = tg.synthetic(plan, torch.device("cpu"))
+    assert tokens.max() < tg.VOCAB and len(set(tokens.tolist())) == 5000 and torch.equal(tokens[1:], targets[:-1, 0])
+    assert not doc_start.any() and targets.shape == weights.shape == (5000, 3) and classes is None
+    *_, targets, _, classes = tg.synthetic(replace(plan, n_classes=700), torch.device("cpu"))
+    assert len(classes) == 700 and targets.max() < 700
 
 
 @pytest.mark.parametrize("switch, names", (
@@ -92,7 +99,7 @@ def test_weights_that_do_not_fit_have_no_cure(tg, monkeypatch):
 
 
 def test_make_on_meta_has_the_sizes_of_the_real_thing(tg, one_rank):
-    cfg = replace(tg.PRESETS["tiny"], d_model=24, d_head=4, d_mlp=40)
+    cfg = replace(tg.PRESETS["tiny"], d_model=48, d_head=8, d_mlp=40)
     meta, real = (sum(x.nbytes for x in tg.make(cfg, one_rank, torch.device(d))[1].tensors()) for d in ("meta", "cpu"))
     assert meta == real > 0
 

@@ -8,7 +8,7 @@ import torch
 from conftest import losses, read_log, run
 
 STOP = 6
-GOLDEN = [10.827620, 10.814320, 10.505206, 10.393656, 9.848296, 9.791698]   # first losses, seed 1
+GOLDEN = [13.496773, 13.338682, 12.799838, 11.948275, 10.387543, 10.492590]   # first losses, seed 1
 FORMS = [
     r"(script|data_hash): [0-9a-f]{64}", r"git: \S+", r"preset: tiny", r"(seed|world|steps|tokens|epochs): \d+",
     r"(host|software): .+", r"config: \{.+\}", r"parameters: [\d,]+", r"train_tokens: [\d,]+ usable",
@@ -95,16 +95,16 @@ def test_every_line_of_a_log_has_a_documented_form(runs):
 
 
 def test_the_main_job_learns_from_context(tmp_path):
-    """The whole of `tiny`: below 7.00, and below what token frequencies alone can reach."""
+    """The whole of `tiny`: at most 6.97, and below what token frequencies alone can reach."""
     out = run(["tiny", f"log_dir={tmp_path}"], timeout=500, OMP_NUM_THREADS="2")
     assert out.returncode == 0, out.stderr[-3000:]
     lines, footer = read_log(tmp_path)
     assert lines[-1] == "end: ok" and len(losses(lines)) == 42
-    assert float(footer["val_loss"]) <= 7.00 < float(footer["val_unigram"])
+    assert float(footer["val_loss"]) <= 6.97 < float(footer["val_unigram"])
     assert footer["tokens"] == "180224"
 
 
-SMALL = ["tiny", "stop=5", "d_model=24", "d_head=4", "d_mlp=40", "n_micro=2", "val_tokens=4096"]
+SMALL = ["tiny", "stop=5", "d_model=48", "d_head=8", "d_mlp=40", "n_micro=2", "val_tokens=4096"]
 
 
 def test_runs_share_a_process_and_equal_single_runs(tmp_path):

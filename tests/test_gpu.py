@@ -17,7 +17,8 @@ from conftest import ROOT, SCRIPT, bare_env, command, docs, losses, read_log, ru
 N_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not N_GPUS, reason="no GPU")]
 two_gpus = pytest.mark.skipif(N_GPUS < 2, reason=f"{N_GPUS} GPU, the test needs 2")
-NAMES = ("attention", "add_rows", "loss_rows", "heads", "mix_norm", "relu2", "muon_momentum", "muon_apply", "adam_step")
+NAMES = ("attention", "add_rows", "loss_rows", "heads", "relu2", "smear", "key_offset", "exclude_self",
+         "muon_momentum", "muon_apply", "adam_step")
 
 
 def rand_on(device, seed, dtype=torch.bfloat16):
@@ -91,7 +92,7 @@ def test_every_row_is_tested(tg):
     assert set(NAMES) == set(tg.FAST)
 
 
-@pytest.mark.parametrize("name", ("heads", "mix_norm", "relu2", "loss_rows"))
+@pytest.mark.parametrize("name", ("heads", "relu2", "smear", "key_offset", "exclude_self", "loss_rows"))
 def test_one_compilation_serves_every_length(tg, name, monkeypatch):
     """T differs from stage to stage; a second compilation would fall on the clock."""
     torch._dynamo.reset()            # what other tests compiled would be used again
@@ -215,7 +216,8 @@ def test_memory_estimate_is_near_the_peak(tg, one_rank):
     model, optimizer = tg.make(cfg, comm, comm.device, ops)
     states = sum(x.nbytes for x in optimizer.tensors())
     assert torch.cuda.memory_allocated() - base == pytest.approx(states, rel=0.02) and held == 2 * states
-    model(*tg.synthetic(49_152, comm.device), tg.view_at(cfg, 2, comm.device, 49_152)).backward()
+    plan = tg.StepPlan(49_152, 3072, 50_304, (1.0,), ())
+    model(tg.synthetic(plan, comm.device), tg.view_at(cfg, 2, comm.device, 49_152)).backward()
     activations = torch.cuda.max_memory_allocated() - base - states
     print(f"estimate {training:,}, measured {activations:,}, ratio {training / activations:.3f}")
     assert 0.95 < training / activations < 1.25
@@ -229,9 +231,10 @@ def test_warm_up_leaves_everything_bit_equal(tg):
         if x.is_floating_point():
             x.data.add_(torch.randn_like(x, dtype=torch.float32).to(x.dtype), alpha=0.01)
     before, states = [x.clone() for x in optimizer.tensors()], (torch.get_rng_state(), torch.cuda.get_rng_state())
-    views = [tg.view_at(cfg, k, comm.device, stage.T) for k, stage in enumerate(cfg.stages)]
+    plans = {tg.plan_at(cfg, step): tg.view_at(cfg, k, comm.device, cfg.stages[k].T)
+             for k, step in enumerate((0, *cfg.stage_ends[:-1]))}
     told = []
-    tg.warm_up(cfg, model, optimizer, views, tg.view_at(cfg, 4, comm.device, 8192, 2560), tell=told.append)
+    tg.warm_up(cfg, model, optimizer, plans, tg.view_at(cfg, 4, comm.device, 8192, 2560), tell=told.append)
     assert all(torch.equal(a, b) for a, b in zip(before, optimizer.tensors())) and optimizer.n_adam == 0 and told
     assert torch.equal(states[0], torch.get_rng_state()) and torch.equal(states[1], torch.cuda.get_rng_state())
 
@@ -240,7 +243,7 @@ def test_slots_are_not_overwritten_while_the_device_lags(tg, tmp_path):
     """Every copy waits behind a slow kernel; the batches still equal those of a loader on the CPU."""
     path = shard(tmp_path / "train.bin", docs(400_000, 200, 1))
     cfg = tg.parse(["solo", f"train_files={path}", "stop=12"])
-    plan = [(16_384, 896)] * 12
+    plan = [tg.StepPlan(16_384, 896, 20_480, (1.0, 0.5), (0.2,))] * 12
     seen = []
     for device in ("cuda", "cpu"):
         loader = tg.Loader(cfg, SimpleNamespace(rank=0, world=1, device=torch.device(device)), plan)

@@ -178,7 +178,7 @@ def test_validation_file_just_long_enough(folder, tg, one_rank):
     tokens = docs(4097, 100, seed=9)
     shard(folder / "val.bin", tokens)
     streams = tg.read_validation(tg.parse(words(folder)), one_rank)
-    assert np.array_equal(torch.cat([targets for _, targets, _ in streams]), tokens[1:])
+    assert np.array_equal(torch.cat([targets[:, 0] for _, _, targets, _, _ in streams]), tokens[1:])
     complete(folder)
 
 
