@@ -1,6 +1,7 @@
 """Section 6: the whole network, with every parameter moved away from its initial value."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -328,3 +329,124 @@ def test_initial_values_of_gates_and_coefficients(tg):
     assert torch.allclose(model.mix_stream, torch.tensor(root)) and float(model.mix_skip) == -1.5
     assert (model.mix_v == 0.5).all() and (model.mix_o == 1).all() and float(model.mix_smear) == 0
     assert (model.mix_attn == 1).all() and (model.mix_mlp == 1).all() and not model.gate_value.any()
+
+
+# ---- mechanisms one by one, each against a form of its own -------------------------------------------------
+
+def alone(tg, T=12):
+    """A model with random parameters, what its parts share while a stream runs, and a stream (T, D)."""
+    cfg, model = perturbed(tg, seed=3)
+    rand = torch.Generator().manual_seed(9)
+    draw = lambda *shape: torch.randn(*shape, generator=rand, dtype=torch.float64)   # noqa: E731
+    run = SimpleNamespace(x0=draw(T, 48), gram=draw(T, 48), first=draw(T, 48), behind={i: draw(T, 48) for i in range(11)},
+                          values={i: draw(T, 48) for i in (1, 2, 8, 10)}, before_remix=draw(T, 48), mlp_input=draw(T, 48),
+                          docs=tg.Documents((torch.arange(T) // 5 * 5).int()), view=view_of(tg, cfg, T),
+                          banks=model.matrices(), gates={})
+    for which, second in (("pre", False), ("post", True)):
+        model.open_gates(run, which, draw(T, 48))
+    return model, run, draw(T, 48)
+
+
+def test_value_gate_alone(tg):
+    model, run, h = alone(tg)
+    for i, plane in ((1, 0), (2, 1), (8, 2)):
+        got = model.gated_value(run, i, h)
+        for head in range(6):
+            w = model.gate_value[plane, head]
+            gate = 2 / (1 + torch.exp(-(h[:, :6] @ w[:6] + run.values[i][:, :6] @ w[6:])))
+            torch.testing.assert_close(got[:, head], gate[:, None] * run.values[i][:, 8 * head:8 * head + 8])
+
+
+def test_output_gate_alone(tg):
+    """An output gate times two is an attention times two, head by head."""
+    model, run, h = alone(tg)
+    plain = model.attend(run, 3, h, None)
+    run.gates["out", 3] = run.gates["out", 3] * 2
+    torch.testing.assert_close(model.attend(run, 3, h, None), 2 * plain)
+    run.gates["out", 3] = torch.zeros(12, 6, dtype=torch.float64)
+    assert not model.attend(run, 3, h, None).any()
+
+
+def test_skip_alone(tg):
+    model, run, x = alone(tg)
+    with torch.no_grad():
+        model.mlp.zero_()
+    run.banks = model.matrices()
+    want = x + torch.sigmoid(model.mix_skip) * run.gates["skip", 6] * run.behind[3]
+    torch.testing.assert_close(model.layer(run, 6, x), model.mix_stream[6, 1] * want)
+
+
+def test_parallel_mlp_alone(tg):
+    """Both MLPs of layer 8 read the same norm; the second one stands at the end of the bank."""
+    model, run, x = alone(tg)
+    with torch.no_grad():
+        model.vo.zero_()
+    run.banks = model.matrices()
+    x8 = model.mix_stream[8, 0] * x
+    h, up, down = norm(x8), model.mlp[0::2], model.mlp[1::2]
+    both = sum(torch.relu(h @ up[n].T) ** 2 @ down[n] for n in (7, 10))
+    torch.testing.assert_close(model.layer(run, 8, x), model.mix_stream[8, 1] * x8 + model.mix_mlp[8] * both)
+
+
+def test_gated_additions_alone(tg):
+    """What layer 4 adds beside the stream: the first stream and the n-gram vector, each times its gate."""
+    model, run, x = alone(tg)
+    with torch.no_grad():
+        model.mlp.zero_()
+    run.banks = model.matrices()
+    want = model.mix_stream[4, 0] * x + run.gates["x0", 4] * run.x0 + run.gates["gram", 4] * run.gram
+    torch.testing.assert_close(model.layer(run, 4, x), model.mix_stream[4, 1] * want)
+
+
+def test_final_mix_alone(tg):
+    """Token by token, group by group."""
+    model, run, x = alone(tg)
+    got, values = model.final_mix(run, x), run.values
+    sources = (run.first, run.behind[7], run.before_remix, values[1], run.behind[3], values[2], values[10], values[8],
+               run.mlp_input, norm(run.behind[7]))
+    for t in (0, 7):
+        hidden = F.gelu(model.coef_w1[1] @ x[t])
+        for group in (0, 5, 11):
+            c = 0.1 * (model.coef_final_w2 @ hidden + model.coef_final_bias
+                       + model.coef_group_w2.view(10, 12, 64)[:, group] @ hidden)
+            here = slice(4 * group, 4 * group + 4)
+            torch.testing.assert_close(got[t, here], x[t, here] + sum(c[k] * sources[k][t, here] for k in range(10)))
+
+
+def test_whole_loss_against_finite_differences(tg):
+    """fp64, all parameters at once along five random directions, sampled classes and several targets."""
+    cfg, model = perturbed(tg)
+    tokens, doc_start, targets, weights, _ = stream(40, [0, 13], weights=(1.0, 0.5, 0.25))
+    classes = torch.unique(torch.cat((targets.flatten(), torch.arange(100, 400))))
+    batch = tokens, doc_start, torch.searchsorted(classes, targets), weights, classes
+    view, parameters = view_of(tg, cfg, 40), list(model.parameters())
+    model(batch, view).backward()
+    start, rand = [p.detach().clone() for p in parameters], torch.Generator().manual_seed(4)
+    for _ in range(5):
+        way = [torch.randn(p.shape, generator=rand, dtype=torch.float64) for p in parameters]
+        slope = sum((p.grad * d).sum() for p, d in zip(parameters, way))
+        ends = []
+        with torch.no_grad():
+            for step in (1e-7, -1e-7):
+                for p, x, d in zip(parameters, start, way):
+                    p.copy_(x + step * d)
+                ends.append(model(batch, view))
+        assert float(slope) == pytest.approx(float(ends[0] - ends[1]) / 2e-7, rel=1e-4)
+
+
+def test_head_gradients_of_different_classes_add_up_to_the_dense_one(tg):
+    """Two micro-batches over classes of their own: the sum of their dense expansions, zero for all others."""
+    cfg, model = perturbed(tg)
+    view, want = view_of(tg, cfg, 30), torch.zeros_like(model.w_head)
+    for seed, chosen in ((1, torch.arange(0, 50_304, 7)), (2, torch.arange(3, 50_304, 11))):
+        tokens, doc_start, targets, weights, _ = stream(30, [0], seed)
+        classes = torch.unique(torch.cat((targets.flatten(), chosen)))
+        batch = tokens, doc_start, torch.searchsorted(classes, targets), weights, classes
+        x = model.stream(tokens, doc_start, view).detach()
+        w = model.w_head.detach()[classes].requires_grad_()
+        z = 23 * torch.sigmoid((x @ w.T + 5) / 7.5)
+        loss = sum((weights[:, k].double() * F.cross_entropy(z, batch[2][:, k], reduction="none")).sum() for k in range(3))
+        want[classes] += torch.autograd.grad(loss, w)[0]
+        model(batch, view).backward()
+    torch.testing.assert_close(model.w_head.grad, want.detach())
+    assert not model.w_head.grad[[1, 2, 50_303]].any() or want[[1, 2, 50_303]].any()
