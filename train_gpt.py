@@ -270,9 +270,9 @@ def check_config(cfg):
     if cfg.val_tokens % cfg.val_seq:
         raise Refusal(f"val_tokens={cfg.val_tokens} is no multiple of val_seq={cfg.val_seq}. "
                       f"Take val_tokens={max(1, cfg.val_tokens // cfg.val_seq) * cfg.val_seq}.")
-    if cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model < 12:
+    if cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model % 12:
         raise Refusal(f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, "
-                      f"n_heads even, d_head a multiple of 4, d_model at least 12.")
+                      f"n_heads even, d_head a multiple of 4, d_model a multiple of 12.")
     if not 0 <= cfg.cooldown_from < 1:
         raise Refusal(f"cooldown_from={cfg.cooldown_from}: want at least 0 and less than 1.")
     if cfg.dtype not in ("fp32", "bf16"):
@@ -1359,7 +1359,7 @@ INIT_SKIP = -1.5
 INIT_STREAM = 1.1 ** 0.5     # factor on the stream in each half of a layer
 INIT_REMIX = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0, INIT_STREAM, 1.0, 0.0, 0.05, INIT_STREAM, 1.0)
 INIT_FINAL = (0.0, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-KEPT_D, KEPT_F = 30, 2       # activations of width D and F that a layer keeps for its backward pass
+KEPT_D, KEPT_F = 20, 2       # activations of width D and F that a layer keeps for its backward pass
 SEED_BYTES = 7               # of a hash; torch takes seeds below 2^63
 BANK_MULTIPLE = max(WORLDS)
 
