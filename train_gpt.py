@@ -261,7 +261,7 @@ def check_config(cfg):
     for name in ("stop", "val_every", "seed"):
         if getattr(cfg, name) < 0:
             raise Refusal(f"{name}={getattr(cfg, name)}: want at least 0.")
-    if cfg.n_steps % 4 != 2:     # the last step must be an Adam step and end a cycle of four
+    if cfg.n_steps % 4 != 2:     # so that the last step is one of Adam and of the tables
         near = [s for s in range(max(1, cfg.n_sched - 8), cfg.n_sched + 9)
                 if replace(cfg, n_sched=s).n_steps % 4 == 2]
         below, above = [s for s in near if s < cfg.n_sched][-1:], [s for s in near if s > cfg.n_sched][:1]
@@ -889,12 +889,14 @@ VARLEN = "torch.nn.attention.varlen"
 class Documents:
     """The documents of a stream. start: (T,) int32, where in the stream each token's document begins."""
 
-    def __init__(self, start):
-        self.start = start
+    def __init__(self, start, half=None):
+        self.start, self.half = start, half
 
     @functools.cached_property
     def bounds(self):
         """Where the documents begin, and T: (n + 1,) int32. The host waits for the device to know n."""
+        if self.half is not None:
+            return 2 * self.half.bounds
         position = torch.arange(len(self.start), device=self.start.device)
         begins = (self.start == position).nonzero().squeeze(1)
         return F.pad(begins, (0, 1), value=len(self.start)).int()
@@ -908,12 +910,12 @@ class Documents:
     @functools.cached_property
     def doubled(self):
         """The same documents in a stream with two places for every token."""
-        return Documents(2 * self.start.repeat_interleave(2))
+        return Documents(2 * self.start.repeat_interleave(2), half=self)
 
     @functools.cached_property
     def longest(self):
-        """Tokens of the longest document."""
-        return int(self.bounds.diff().max())
+        """Tokens of the longest document. The host waits, as for bounds."""
+        return 2 * self.half.longest if self.half is not None else int(self.bounds.diff().max())
 
 
 def paired(x):
@@ -968,7 +970,8 @@ def attention(q, k, v, documents, *, window, pairs=False):
         return unpaired(attention(q, k, v, documents.doubled, window=window))
     varlen = import_module(VARLEN)       # here, since it imports the compiler: 1.7 s that a CPU need not pay
     bounds, longest = documents.bounds, documents.longest
-    q, k = (F.pad(x, (0, v.shape[-1] - x.shape[-1])) for x in (q, k))    # it knows one width for all three
+    if missing := v.shape[-1] - q.shape[-1]:                             # it knows one width for all three
+        q, k = (F.pad(x, (0, missing)) for x in (q, k))
     return varlen.varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=1.0, window_size=(window, 0))
 
 
@@ -1268,7 +1271,7 @@ FAST["adam_step"] = Fast("reorder", adam_step, adam_step, _adam_step_example, "s
 
 # ======== 5. Ops ================================================================ budget 75 ====
 # Autograd around section 4, as the model uses it. The backward passes written here add gradients where they
-# belong, so that no gradient of a table's size is made twice. They know nothing of layers or steps.
+# belong, so that autograd sums none of a table's size. They know nothing of layers or steps.
 # Small functions that autograd and the compiler take as they are stand in section 4 alone.
 
 LOSS_ROWS = {"cpu": 128, "cuda": 4096}   # rows of logits at once; on a CPU they should stay in its cache
@@ -1420,8 +1423,8 @@ def gate_lanes(second):
 
 @dataclass(frozen=True)
 class View:
-    """What attention knows of a stage: windows in tokens; softmax scale () and rotary table (see rotate) of
-    wide, narrow and paired heads, the latter with two places a token."""
+    """What attention knows of a stage: windows in tokens; softmax scales (); rotary tables (see rotate).
+    Paired heads are narrow ones whose table has two places a token."""
     short: int
     long: int
     scale_narrow: Tensor
@@ -1569,8 +1572,7 @@ class Model(nn.Module):
 
     def open_gates(self, run, which, x):
         """Put the gates of the network `which`, which looks at x, into run.gates: (T, H) or (T, 1)."""
-        second = which == "post"
-        lanes = gate_lanes(second)
+        second, lanes = which == "post", gate_lanes(which == "post")
         w2, bias = (getattr(self, f"gate_{which}_{part}").type_as(x) for part in ("w2", "bias"))
         out = self.gate_scale.type_as(x) * F.linear(self.hidden(self.gate_w1[int(second)], x), w2, bias)
         widths = [self.n_heads if name in ("xsa", "out") else 1 for name, _ in lanes]
@@ -1614,7 +1616,8 @@ class Model(nn.Module):
         gate = torch.cat((gate_a, gate_b), 1).repeat_interleave(self.n_heads // 2, 1)             # (T, H)
         value = self.by_head(run.values[i]) * gate[:, :, None] + self.by_head(extra)
         mixed = (1 + x_x) * x + x_first * first + x_seven * seven
-        y = self.attend(run, i, rms_norm(seven), value)
+        run.norm_read = rms_norm(seven)
+        y = self.attend(run, i, run.norm_read, value)
         run.before_remix = x
         x = keep * mixed + attn * y + add_first * first + add_gram * run.gram
         run.mlp_input = rms_norm(x)
@@ -1630,14 +1633,14 @@ class Model(nn.Module):
         (read,) = {layer.reads for layer in LAYERS if layer.reads >= 0}
         one, two, eight, ten = (run.values[i] for i in VALUES)
         sources = (run.first, run.behind[read], run.before_remix, one, run.behind[skipped], two, ten, eight,
-                   run.mlp_input, rms_norm(run.behind[read]))
+                   run.mlp_input, run.norm_read)
         x = x.unflatten(1, (GROUPS, -1))
         for k, source in enumerate(sources):
             x = x + COEF_SCALE * c[:, k, :, None] * source.unflatten(1, (GROUPS, -1))
         return x.flatten(1)
 
     def by_head(self, x):
-        """(T, D) -> (T, H, d_head)."""
+        """(T, H E) -> (T, H, E)."""
         return x.unflatten(1, (self.n_heads, -1))
 
     def gated_value(self, run, i, h):
@@ -1674,7 +1677,7 @@ class Model(nn.Module):
 def stream_bytes(cfg, T):
     """About the GPU memory in bytes that a stream of T tokens takes: (when trained on, when scored).
 
-    Compared with the measured peak by tests/test_gpu.py.
+    The first is compared with the measured peak by tests/test_gpu.py.
     """
     size, per_layer = DTYPES[cfg.dtype].itemsize, KEPT_D * cfg.d_model + KEPT_F * cfg.d_mlp
     block = LOSS_ROWS["cuda"] * VOCAB_PADDED * (2 * size + torch.float32.itemsize)
@@ -1858,6 +1861,7 @@ N_SLOTS = 3                  # batches in host memory: one being filled, one rea
 PEEK_BYTES = 64
 SHOWN_BYTES = 16
 LFS_HEAD = b"version https://git-lfs"
+VOCAB_FILE_SHA256 = "a622700e3255b4a6186e052c4c715c1d05634cb6041c12ab6c95c9ee0a2c9772"
 FIX_DATA = "python data/cached_fineweb10B.py fetches FineWeb again"
 
 
@@ -1950,12 +1954,27 @@ def check_amounts(cfg, n_train, n_val):
                       f"{n_val:,} in {cfg.val_files}. Take {cure}.")
 
 
+def check_vocabulary(path):
+    """The bytes of a vocabulary file. Raises Refusal unless it is the one that the repository ships."""
+    try:
+        with open(path, "rb") as f:
+            packed = f.read()
+    except OSError as e:
+        raise Refusal(f"vocab_file={path}: cannot be read ({e.strerror}).") from None
+    sha = hashlib.sha256(packed).hexdigest()
+    if sha != VOCAB_FILE_SHA256:
+        raise Refusal(f"vocab_file={path}: its SHA-256 is {sha}, want {VOCAB_FILE_SHA256}. "
+                      f"Restore the file that the repository ships.")
+    return packed
+
+
 def check_files(cfg, comm):
     """Check every shard before anything slow: headers and sizes on every rank, ids shared out over the ranks.
 
     Raises the same Refusal on every rank. Returns the usable number of training tokens.
     """
     try:
+        check_vocabulary(cfg.vocab_file)
         paths = files_of(cfg.train_files, "train_files"), files_of(cfg.val_files, "val_files")
         train, val = ([(path, open_shard(path)) for path in group] for group in paths)
         for path, tokens in val:
@@ -2108,9 +2127,6 @@ def read_validation(cfg, comm):
 
 # ---- 8.4 Vocabulary: GPT-2's tokens as bytes, text to tokens and back -----------------------------
 
-VOCAB_FILE_SHA256 = "a622700e3255b4a6186e052c4c715c1d05634cb6041c12ab6c95c9ee0a2c9772"
-
-
 def class_of(kind):
     """A regular expression's character class of all characters whose Unicode category begins with `kind`."""
     inside = [c for c in range(sys.maxunicode + 1) if unicodedata.category(chr(c)).startswith(kind)]
@@ -2123,16 +2139,7 @@ class Vocabulary:
     """The byte strings of GPT-2's tokens in id order. The merge rank of a token is its id."""
 
     def __init__(self, path):
-        try:
-            with open(path, "rb") as f:
-                packed = f.read()
-        except OSError as e:
-            raise Refusal(f"vocab_file={path}: cannot be read ({e.strerror}).") from None
-        sha = hashlib.sha256(packed).hexdigest()
-        if sha != VOCAB_FILE_SHA256:
-            raise Refusal(f"vocab_file={path}: its SHA-256 is {sha}, want {VOCAB_FILE_SHA256}. "
-                          f"Restore the file that the repository ships.")
-        self.bytes, at = [], 0
+        packed, self.bytes, at = check_vocabulary(path), [], 0
         while at < len(packed):      # a length byte, then the token
             self.bytes.append(packed[at + 1:at + 1 + packed[at]])
             at += 1 + packed[at]
@@ -2332,7 +2339,7 @@ def stage_at(cfg, step):
 
 def lr_at(cfg, step):
     """Factor on every learning rate: the stage's own, drawn in a straight line from the start of the cooldown
-    on towards lr_floor, which is reached with the last scheduled step and kept in the extension."""
+    on towards lr_floor, which is reached with the first step of the extension and kept."""
     scheduled = cfg.stage_ends[-2]
     start = math.floor(cfg.cooldown_from * scheduled)
     cool = min(max((step - start) / (scheduled - start), 0.0), 1.0)
@@ -2428,6 +2435,7 @@ def pick(switch):
 
 def compiled(row, backend="inductor"):
     """row.fast through the compiler, with the length of the first argument open, all other sizes fixed."""
+    torch._dynamo.config.automatic_dynamic_shapes = False    # a second width compiles anew, it opens nothing
     built = torch.compile(row.fast, fullgraph=True, backend=backend)
 
     def call(*xs, **settings):
@@ -2534,7 +2542,7 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.
 # (2) The host never waits for the device within a stage, but for the ring, where a step's loss is read when
-#     it is there, at most 16 steps later, and for the bounds of documents (5.2, fast=attention).
+#     it is there, at most 16 steps later, and for the bounds of documents (4.1, fast=attention).
 # (3) Every decision to stop is made from numbers that all ranks share, or by the Guard.
 
 RING = 8                     # entries of two steps each whose loss may be under way
@@ -2573,9 +2581,10 @@ class LossRing:
 
 def turns(freqs, n_positions, n_still, device):
     """Rotary table, see rotate: (n_positions, 1, E/2, 2), with n_still pairs that do not turn."""
-    position, freqs = (torch.tensor(x, dtype=torch.float64) for x in (range(n_positions), freqs))
-    angle = F.pad(torch.outer(position, freqs), (0, n_still))[:, None]
-    return torch.stack((angle.cos(), -angle.sin()), -1).to(device, torch.float32)
+    position = torch.arange(n_positions, dtype=torch.float64, device=device)
+    angle = torch.outer(position, torch.tensor(freqs, dtype=torch.float64, device=device))
+    turning = torch.stack((angle.cos(), -angle.sin()), -1).float()
+    return torch.cat((turning, turning.new_tensor((1.0, 0.0)).expand(n_positions, n_still, 2)), 1)[:, None]
 
 
 def view_at(cfg, stage, device, n_positions, long=None):
@@ -2819,9 +2828,10 @@ def continuation(cfg):
     # Every token runs the whole stream again: there is no cache, and the forward pass is the trainer's own.
     ids, rand = [BOS, *vocabulary.encode(cfg.sample)], torch.Generator().manual_seed(cfg.seed)
     for _ in range(cfg.sample_tokens):
-        view = view_at(made, len(made.stages) - 1, torch.device("cpu"), len(ids), made.val_long)
+        view = view_at(made, stage_at(made, made.n_run - 1), torch.device("cpu"), len(ids), made.val_long)
         with torch.no_grad():
-            logits = model.logits(torch.tensor(ids, dtype=torch.int32), torch.zeros(len(ids)), view)
+            tokens = torch.tensor(ids, dtype=torch.int32)
+            logits = model.logits(tokens, torch.zeros_like(tokens), view)
         best = logits.topk(cfg.top_k)    # top_k=1 leaves one choice: greedy
         ids.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=rand)]))
     return vocabulary.decode(ids[1:])

@@ -2,7 +2,7 @@
 
     python tests/bench_step.py [preset] [key=value ...]        the command line of train_gpt.py; needs its shards
 
-Steps are real ones: tokens of the training files, packed by the loader; a pair of steps (Adam steps on every
+Steps are real ones, like the last of each stage: tokens of the training files, packed by the loader; a pair of steps (Adam steps on every
 second) counts as two. The products run alone, with the shapes of the step at the largest T, in the same process.
 """
 
@@ -24,19 +24,23 @@ def median_ms(f):
     return do_bench(f, warmup=20, rep=100, return_mode="median")
 
 
-def products(model, T):
+def products(model, T, n_classes):
     """[(name, how often in a step, ms)] of the matrix products of one micro-batch of T tokens and of an update."""
-    layers, D = len(tg.LAYERS), model.vo.shape[2]
-    shapes = (("q and k", layers, 2 * D, D), ("v", layers, D, D), ("o", layers, D, D),
-              ("up", layers, model.mlp.shape[1], D), ("down", layers, D, model.mlp.shape[1]))
+    D, slot, heads = model.vo.shape[2], model.d_head, model.n_heads
+    shapes = {}
+    for layer in tg.LAYERS:
+        if layer.attention:
+            qk, v = heads * slot // (1 if layer.wide else 2), heads * slot // (2 if layer.half_v else 1)
+            for key in (("q and k", 2 * qk, D), ("v", v, D), ("o", D, v)):
+                shapes[key] = shapes.get(key, 0) + 1
+    shapes |= {("up", model.mlp.shape[1], D): tg.N_MLPS, ("down", D, model.mlp.shape[1]): tg.N_MLPS}
     rows = []
-    for name, n, outputs, inputs in shapes:
+    for (name, outputs, inputs), n in shapes.items():
         x, w, dy = (torch.randn(*s, device="cuda").bfloat16() for s in ((T, inputs), (outputs, inputs), (T, outputs)))
-        rows += [(f"{name}, {what}", n, median_ms(f)) for what, f in
+        rows += [(f"{name} {outputs} x {inputs}, {what}", n, median_ms(f)) for what, f in
                  (("y", lambda: x @ w.T), ("dx", lambda: dy @ w), ("dw", lambda: dy.T @ x))]
     block = min(T, tg.LOSS_ROWS["cuda"])
-    x, dy = torch.randn(block, D, device="cuda").bfloat16(), torch.randn(block, len(model.w_head), device="cuda").bfloat16()
-    w = model.w_head.data
+    x, dy, w = (torch.randn(*s, device="cuda").bfloat16() for s in ((block, D), (block, n_classes), (n_classes, D)))
     rows += [(f"head, {what}, {block} rows", T / block, median_ms(f)) for what, f in
              (("y", lambda: x @ w.T), ("dx", lambda: dy @ w), ("dw", lambda: dy.T @ x))]
     for name in ("qk", "vo", "mlp"):
@@ -67,9 +71,10 @@ def main(argv):
         by_stage[k] = statistics.median(pairs)
         print(f"stage {k}: T {stage.T:6,d} | {by_stage[k]:7.2f} ms a step | least {min(pairs):.2f}, most {max(pairs):.2f}")
     T = max(stage.T for stage in cfg.stages)
-    rows = products(model, T)
+    largest = max(range(len(cfg.stages)), key=lambda k: cfg.stages[k].T)
+    rows = products(model, T, tg.plan_at(cfg, cfg.stage_ends[largest] - 1).n_classes)
     for name, n, ms in rows:
-        print(f"{name:28s} {n:5.0f} x {ms:7.3f} ms")
+        print(f"{name:36s} {n:5.0f} x {ms:7.3f} ms")
     total = sum(n * ms for _, n, ms in rows) * 1.0
     step = by_stage[max(by_stage, key=lambda k: cfg.stages[k].T)]
     print(f"T {T:,}: step {step:.2f} ms, its matrix products {total:.2f} ms, ratio {step / total:.2f}; "

@@ -339,7 +339,7 @@ def alone(tg, T=12):
     rand = torch.Generator().manual_seed(9)
     draw = lambda *shape: torch.randn(*shape, generator=rand, dtype=torch.float64)   # noqa: E731
     run = SimpleNamespace(x0=draw(T, 48), gram=draw(T, 48), first=draw(T, 48), behind={i: draw(T, 48) for i in range(11)},
-                          values={i: draw(T, 48) for i in (1, 2, 8, 10)}, before_remix=draw(T, 48), mlp_input=draw(T, 48),
+                          values={i: draw(T, 48) for i in (1, 2, 8, 10)}, before_remix=draw(T, 48), mlp_input=draw(T, 48), norm_read=draw(T, 48),
                           docs=tg.Documents((torch.arange(T) // 5 * 5).int()), view=view_of(tg, cfg, T),
                           banks=model.matrices(), gates={})
     for which, second in (("pre", False), ("post", True)):
@@ -403,7 +403,7 @@ def test_final_mix_alone(tg):
     model, run, x = alone(tg)
     got, values = model.final_mix(run, x), run.values
     sources = (run.first, run.behind[7], run.before_remix, values[1], run.behind[3], values[2], values[10], values[8],
-               run.mlp_input, norm(run.behind[7]))
+               run.mlp_input, run.norm_read)
     for t in (0, 7):
         hidden = F.gelu(model.coef_w1[1] @ x[t])
         for group in (0, 5, 11):

@@ -88,6 +88,49 @@ def test_fast_equals_ref(tg, name, size):
         assert all(x <= max(row.tol, 2 * y) for x, y in zip(got, plain)), (got, plain)
 
 
+@pytest.mark.parametrize("width_qk, width_v, pairs", ((64, 128, True), (64, 64, False), (128, 128, False), (64, 128, False)))
+@pytest.mark.parametrize("T, window", ((49_152, 640), (1_009, 37)))
+def test_attention_at_every_width_of_the_network(tg, T, window, width_qk, width_v, pairs):
+    """Fast attention and its gradients against the reference in fp32, documents of 1 token and longer than T too."""
+    rand = rand_on("cuda", T)
+    q, k = (rand(T, 6, width_qk) for _ in range(2))
+    v, q = rand(T, 6, width_v), q * 0.1
+    starts = torch.tensor([0, 1, 2, 5, 130, 700, 705] + list(range(1_008, T, 613)), device="cuda")
+    token = torch.arange(T, device="cuda")
+    documents = tg.Documents(starts[torch.searchsorted(starts, token, right=True) - 1].int())
+    dy, answers = rand(T, 6, width_v), []
+    for f, dtype in ((tg.attention_ref, torch.float32), (tg.attention, torch.bfloat16)):
+        xs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        y = f(*xs, documents, window=window, pairs=pairs)
+        answers.append((y, *torch.autograd.grad(y, xs, dy.to(dtype))))
+    errors = [error(a.detach().double(), b.detach().double(), 1) for b, a in zip(*answers)]
+    print(T, width_qk, width_v, pairs, [f"{x:.1e}" for x in errors])
+    assert max(errors) < 0.01
+
+
+@pytest.mark.parametrize("width, places", ((64, 1), (64, 2), (128, 1)))
+def test_heads_at_every_width_of_the_network(tg, width, places):
+    rand = rand_on("cuda", width)
+    qk, turn = rand(49_152, 2, 6, width), torch.nn.functional.normalize(rand(49_152, places, width // 2, 2).float(), dim=-1)
+    scale, dy = torch.tensor(0.13, device="cuda"), [rand(49_152, 6, width) for _ in range(2)]
+    answers = []
+    for f, dtype in ((tg.heads_ref, torch.float32), (tg.compiled(tg.FAST["heads"]), torch.bfloat16)):
+        x = qk.to(dtype).requires_grad_()
+        out = f(x, turn, scale)
+        answers.append((*out, *torch.autograd.grad(out, [x], [d.to(dtype) for d in dy])))
+    assert max(error(a.detach().double(), b.detach().double(), 1) for b, a in zip(*answers)) < 0.01
+
+
+@pytest.mark.parametrize("n, n_targets", ((10_240, 4), (10_240, 3), (14_336, 1), (24_576, 1), (50_304, 1)))
+def test_loss_rows_at_every_shape_of_the_schedule(tg, n, n_targets):
+    rand = rand_on("cuda", n)
+    logits, weights = 3 * rand(4096, n), rand(4096, n_targets).float().abs()
+    targets = torch.randint(0, n, (4096, n_targets), device="cuda")
+    want = tg.loss_rows_ref(logits.float(), targets, weights, n, True)
+    got = tg.compiled(tg.FAST["loss_rows"])(logits, targets, weights, n, True)
+    assert [error(a.double(), b.double(), 1) < 0.01 for a, b in zip(got, want)] == [True, True]
+
+
 def test_every_row_is_tested(tg):
     assert set(NAMES) == set(tg.FAST)
 
@@ -126,11 +169,16 @@ def solo(words, folder, ranks=1, timeout=240):
 
 
 def test_fast_and_plain_train_alike(tg, tmp_path):
-    """fast=all against fast=none; nothing is compiled on the clock; the footer is complete."""
-    _, fast, keys = solo(["stop=12"], tmp_path / "fast")
-    _, plain, plain_keys = solo(["stop=12", "fast=none"], tmp_path / "plain")
-    assert len(losses(fast)) == 12 and max(abs(a - b) for a, b in zip(losses(fast), losses(plain))) < 0.02
-    assert abs(float(keys["val_loss"]) - float(plain_keys["val_loss"])) < 0.02
+    """fast=all against fast=none through all five stages; nothing is compiled on the clock; the footer is complete.
+
+    A training loss is a sum of weight 2 at first, and bf16 lets two runs drift apart: the first ones are compared.
+    """
+    words = ["n_sched=35", "p_early=4096", "p_middle=4096", "p_late=8192"]
+    _, fast, keys = solo(words, tmp_path / "fast")
+    _, plain, plain_keys = solo([*words, "fast=none"], tmp_path / "plain")
+    assert len(losses(fast)) == len(losses(plain)) >= 38
+    assert max(abs(a - b) for a, b in zip(losses(fast)[:12], losses(plain))) < 0.04
+    assert abs(float(keys["val_loss"]) - float(plain_keys["val_loss"])) < 0.1
     assert keys["fast"] == ",".join(sorted(tg.FAST)) and plain_keys["fast"] == "none"
     assert keys["compiled_on_clock"] == "0" and float(keys["cold_start_s"]) > 0 and int(keys["peak_gpu_mib"]) > 0
     assert keys["end"] == "ok"
@@ -156,7 +204,7 @@ def test_runs_share_one_start_and_equal_single_runs(tmp_path):
     alone = run([*words, "seed=2", f"log_dir={tmp_path / 'alone'}"])
     assert alone.returncode == 0, alone.stderr[-2000:]
     lines, _ = read_log(tmp_path / "alone")
-    assert max(abs(a - b) for a, b in zip(losses(lines), losses(second))) < 0.01
+    assert max(abs(a - b) for a, b in zip(losses(lines), losses(second))) < 0.02
     assert abs(losses(first)[0] - losses(second)[0]) > 1e-4
 
 

@@ -268,4 +268,5 @@ def test_saved_weights(folder, tg):
     fresh = {name: p.clone() for name, p in model.state_dict().items()}
     model.load_state_dict(saved["weights"])
     assert all(p.isfinite().all() for p in model.state_dict().values())
-    assert not any(torch.equal(p, fresh[name]) for name, p in model.state_dict().items())
+    still = {name for name, p in model.state_dict().items() if torch.equal(p, fresh[name])}
+    assert still <= {"gate_smear", "gate_w1", "coef_w1"}   # no gradient until the zeros behind them have moved
