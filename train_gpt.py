@@ -12,11 +12,11 @@ Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each 
     1  Config        235   every setting of a run, the presets, the command line
     2  Host          500   ranks and collectives, the log, the clock, how all ranks stop when one fails
     3  Numbers        60   number formats: fp32 masters as bf16 + int16; the registry of fast replacements
-    4  Kernels       400   attention, loss, glue, updates: what a GPU runs, beside its reference
+    4  Kernels       405   attention, loss, glue, updates: what a GPU runs, beside its reference
     5  Ops            75   table look-up and loss, as the model uses them
     6  Model         390   the layer table, the weights, the forward pass, the optimizer's parameter table
     7  Optimizers    120   Muon and Adam over all tensors, and how their work is spread over the ranks
-    8  Data          475   token shards: reading, checking, packing documents; targets; the worker thread
+    8  Data          480   token shards: reading, checking, packing documents; targets; the worker thread
     9  Schedules      90   stages, rates, windows, classes and targets as pure functions of the step
     10 Graphs        130   what is done once before the clock starts: compiling, memory, warm-up
     11 Train         365   validation, the timed loop, main
@@ -867,7 +867,7 @@ def references():
     return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
 
 
-# ======== 4. Kernels ============================================================ budget 400 ====
+# ======== 4. Kernels ============================================================ budget 405 ====
 # Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
 # the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
 # tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
@@ -1845,7 +1845,7 @@ class Optimizer:
         self.flat_grad[:len(self.flat)] = 0
 
 
-# ======== 8. Data =============================================================== budget 475 ====
+# ======== 8. Data =============================================================== budget 480 ====
 # Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
 # All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
 # skipped. What a micro-batch holds is a function of its number in the run alone: not of the rank, the world

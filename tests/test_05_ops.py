@@ -123,7 +123,7 @@ def test_loss_gradcheck_in_float64(tg):
         moved = [full.index_put((torch.tensor(i), torch.tensor(j)), full[i, j] + s) for s in (step, -step)]
         up, down = (tg.softcap_loss(x, m, None, y, weights, classes=classes, n_classes=12, rows_op=tg.loss_rows_ref)
                     for m in moved)
-        assert float(dw[i, j]) == pytest.approx(float(up - down) / (2 * step), abs=1e-6)
+        assert dw[i, j].item() == pytest.approx((up - down).item() / (2 * step), abs=1e-6)
     assert not dw[1].any()                            # no class of the loss
 
 
