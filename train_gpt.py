@@ -890,15 +890,14 @@ class Documents:
     """The documents of a stream. start: (T,) int32, where in the stream each token's document begins."""
 
     def __init__(self, start, half=None):
-        self.start, self.half = start, half
+        self.start, self.half = start, half      # half: the documents of which this is the doubled form
 
     @functools.cached_property
     def bounds(self):
         """Where the documents begin, and T: (n + 1,) int32. The host waits for the device to know n."""
         if self.half is not None:
             return 2 * self.half.bounds
-        position = torch.arange(len(self.start), device=self.start.device)
-        begins = (self.start == position).nonzero().squeeze(1)
+        begins = (~self.goes_on).nonzero()[:, 0]
         return F.pad(begins, (0, 1), value=len(self.start)).int()
 
     @functools.cached_property
@@ -2227,8 +2226,8 @@ class Loader:
         self.mine = range(comm.rank * n, (comm.rank + 1) * n)
         self.vocabulary, self.prefix_of = Vocabulary(cfg.vocab_file), None
         self.sweeps = [VOCAB_PADDED * m // cfg.n_micro for m in range(cfg.n_micro)]
-        kinds, on_gpu = (torch.int32, torch.int32, torch.int64, torch.float32, torch.int64), \
-            comm.device.type == "cuda"
+        kinds = torch.int32, torch.int32, torch.int64, torch.float32, torch.int64
+        on_gpu = comm.device.type == "cuda"
         sizes = [n * max(map(math.prod, shapes)) for shapes in zip(*map(self.shapes, plan))]
         self.slots = [[torch.empty(size, dtype=t, pin_memory=on_gpu) for size, t in zip(sizes, kinds)]
                       for _ in range(N_SLOTS)]

@@ -211,11 +211,7 @@ comm.close()
 
 
 def test_one_two_and_four_ranks_make_the_same_step(tg, tmp_path):
-    """The same micro-batch gradients spread over 1, 2 and 4 gloo ranks: weights equal to 1e-6 relative.
-
-    At most two weights of a tensor may differ by the decay of four steps: where an update is next to zero, rounding
-    decides on its sign and thus on decay.
-    """
+    """The same micro-batch gradients spread over 1, 2 and 4 gloo ranks: weights equal to 1e-6 relative."""
     from conftest import ROOT
     script = tmp_path / "ranks.py"
     script.write_text(RANKS.format(root=str(ROOT)))
@@ -226,6 +222,4 @@ def test_one_two_and_four_ranks_make_the_same_step(tg, tmp_path):
         weights.append(torch.load(tmp_path / f"{ranks}.pt"))
     for other in weights[1:]:
         for a, b in zip(weights[0], other):
-            far = (a - b).abs() > 1e-5 * a.abs().max()
-            assert far.sum() <= 2 and ((a - b).abs() <= 4 * 0.02 * 0.02 * a.abs() + 1e-5)[far].all()
-            assert (a - b)[~far].norm() <= 1e-6 * a.norm()
+            assert (a - b).norm() <= 1e-6 * a.norm()

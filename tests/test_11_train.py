@@ -45,8 +45,8 @@ def test_first_losses_are_the_known_ones(runs):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_world_size_changes_neither_data_nor_losses(runs, ranks):
-    """The same hash of every micro-batch; losses within 0.01; the ranks agree on the time as well as processes that
-    share two cores can: 0.05 s for each (0.1008 s was seen on 8 ranks beside another job)."""
+    """The same hash of every micro-batch; losses within 0.01; the ranks, which share cores, agree on the
+    time to 0.1 s."""
     (one, footer, *_), (many, other, *_) = runs(1), runs(ranks)
     batch = [line for line in one if line.startswith("batch ")]
     assert len(batch) == STOP and all(len(line.split(" | ")[1].split()) == 8 for line in batch)
@@ -54,7 +54,7 @@ def test_the_world_size_changes_neither_data_nor_losses(runs, ranks):
     assert other["data_hash"] == footer["data_hash"] and other["world"] == str(ranks)
     assert losses(many) == pytest.approx(losses(one), abs=0.01)
     assert float(other["val_loss"]) == pytest.approx(float(footer["val_loss"]), abs=0.01)
-    assert float(other["train_s_spread"]) < 0.05 * ranks
+    assert float(other["train_s_spread"]) < 0.1
 
 
 def test_validating_on_the_way_changes_no_bit_of_the_training(runs):

@@ -168,17 +168,19 @@ def solo(words, folder, ranks=1, timeout=240):
     return done, *read_log(folder)
 
 
-def test_fast_and_plain_train_alike(tg, tmp_path):
-    """fast=all against fast=none through all five stages; nothing is compiled on the clock; the footer is complete.
+def test_all_stages_run_and_nothing_is_compiled_on_the_clock(tmp_path):
+    """38 steps through the five stages, all numbers of classes and targets among them."""
+    _, lines, keys = solo(["n_sched=35", "p_early=4096", "p_middle=5120", "p_late=8192"], tmp_path)
+    assert keys["compiled_on_clock"] == "0" and keys["end"] == "ok" and len(losses(lines)) == 38
+    assert [line.split(" |")[0] for line in lines if line.startswith("stage ")] == [f"stage {k}" for k in range(5)]
 
-    A training loss is a sum of weight 2 at first, and bf16 lets two runs drift apart: the first ones are compared.
-    """
-    words = ["n_sched=35", "p_early=4096", "p_middle=4096", "p_late=8192"]
-    _, fast, keys = solo(words, tmp_path / "fast")
-    _, plain, plain_keys = solo([*words, "fast=none"], tmp_path / "plain")
-    assert len(losses(fast)) == len(losses(plain)) >= 38
-    assert max(abs(a - b) for a, b in zip(losses(fast)[:12], losses(plain))) < 0.04
-    assert abs(float(keys["val_loss"]) - float(plain_keys["val_loss"])) < 0.1
+
+def test_fast_and_plain_train_alike(tg, tmp_path):
+    """fast=all against fast=none; nothing is compiled on the clock; the footer is complete."""
+    _, fast, keys = solo(["stop=12"], tmp_path / "fast")
+    _, plain, plain_keys = solo(["stop=12", "fast=none"], tmp_path / "plain")
+    assert len(losses(fast)) == 12 and max(abs(a - b) for a, b in zip(losses(fast), losses(plain))) < 0.02
+    assert abs(float(keys["val_loss"]) - float(plain_keys["val_loss"])) < 0.02
     assert keys["fast"] == ",".join(sorted(tg.FAST)) and plain_keys["fast"] == "none"
     assert keys["compiled_on_clock"] == "0" and float(keys["cold_start_s"]) > 0 and int(keys["peak_gpu_mib"]) > 0
     assert keys["end"] == "ok"
@@ -204,7 +206,7 @@ def test_runs_share_one_start_and_equal_single_runs(tmp_path):
     alone = run([*words, "seed=2", f"log_dir={tmp_path / 'alone'}"])
     assert alone.returncode == 0, alone.stderr[-2000:]
     lines, _ = read_log(tmp_path / "alone")
-    assert max(abs(a - b) for a, b in zip(losses(lines), losses(second))) < 0.02
+    assert max(abs(a - b) for a, b in zip(losses(lines), losses(second))) < 0.01
     assert abs(losses(first)[0] - losses(second)[0]) > 1e-4
 
 

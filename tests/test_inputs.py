@@ -258,7 +258,7 @@ def test_save_into_no_file(folder, name, found):
 def test_saved_weights(folder, tg):
     """save=PATH leaves one file with the config and the weights, readable without running code from it."""
     path = folder / "weights.pt"
-    lines, _ = complete(folder, f"save={path}")
+    lines, _ = complete(folder, f"save={path}", steps=4)    # some weights move only behind others, with step 4
     assert f"saved: {path}" in lines
     assert not list(folder.glob("*.part"))
     saved = torch.load(path, weights_only=True)
@@ -268,5 +268,4 @@ def test_saved_weights(folder, tg):
     fresh = {name: p.clone() for name, p in model.state_dict().items()}
     model.load_state_dict(saved["weights"])
     assert all(p.isfinite().all() for p in model.state_dict().values())
-    still = {name for name, p in model.state_dict().items() if torch.equal(p, fresh[name])}
-    assert still <= {"gate_smear", "gate_w1", "coef_w1"}   # no gradient until the zeros behind them have moved
+    assert not any(torch.equal(p, fresh[name]) for name, p in model.state_dict().items())

@@ -416,8 +416,8 @@ def check_density(src):
 # ======== 3. Layering =======================================================================================
 
 MAY_USE = {0: set(), 1: set(), 2: {1}, 3: set(), 4: {3}, 5: {3, 4}, 6: {1, 3, 5}, 7: {3, 4, 5}, 8: {1, 2},
-           9: {1}, 10: {1, 2, 3, 6, 7, 8}, 11: {1, 2, 6, 7, 8, 9, 10}}
-MAY_USE_NAMES = {7: {"Comm"}}
+           9: {1}, 10: {1, 2, 6, 7, 8}, 11: {1, 2, 6, 7, 8, 9, 10}}
+MAY_USE_NAMES = {7: {"Comm"}, 10: {"FAST", "references"}}   # 10 alone may compile what FAST names
 IGNORES = {4: {"cfg", "world", "rank", "step"}, 5: {"cfg", "world", "rank", "step"},
            6: {"world", "rank", "step", "clock"}, 7: {"cfg"}, 9: {"world", "rank"}}   # words it must not know
 DOOR = {   # what leads outside: the sections that may use it
