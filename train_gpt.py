@@ -461,10 +461,14 @@ class Comm:
             torch.cuda.synchronize()
 
     def meet(self):
-        """Return when every rank has come here and finished all its work."""
-        self.settle()
-        self.all_reduce(torch.ones(1, device=self.device)).wait()
-        self.settle()
+        """Wait until every rank has finished its work: the seconds of this host's clock at that moment."""
+        moments = []
+        for _ in range(2):       # with the second, no rank works on before all have read their clocks
+            self.settle()
+            self.all_reduce(torch.ones(1, device=self.device)).wait()
+            self.settle()
+            moments.append(time.perf_counter())
+        return moments[0]
 
     def set_limit(self, limit_s):
         """From here on a collective that takes longer than this ends the run."""
@@ -491,17 +495,14 @@ class Clock:
 
     def start(self):
         """Run on, from the moment at which all ranks are ready."""
-        self.comm.meet()
-        self.since = time.perf_counter()
+        self.since = self.comm.meet()
         if self.comm.device.type == "cuda":
             self.origin = torch.cuda.Event(enable_timing=True)
             self.origin.record()
 
     def stop(self):
         """Stand, from the moment at which the last rank has finished its work."""
-        self.comm.meet()
-        self.total += time.perf_counter() - self.since
-        self.since = None
+        self.total, self.since = self.total + self.comm.meet() - self.since, None
 
     def now(self):
         """Seconds so far, on this host, without waiting for anything."""
@@ -510,8 +511,7 @@ class Clock:
     def stamp(self):
         """A function that tells the seconds at which the device got here; ask it when that work is done."""
         if self.origin is None:          # a CPU
-            seconds = self.now()
-            return lambda: seconds
+            return lambda seconds=self.now(): seconds
         total, origin, here = self.total, self.origin, torch.cuda.Event(enable_timing=True)
         here.record()
         return lambda: total + origin.elapsed_time(here) / MS
