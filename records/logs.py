@@ -15,15 +15,16 @@ from pathlib import Path
 
 END_OK = "end: ok"
 NOT_SETTINGS = ("seed", "runs", "log_dir", "save", "hashes")   # keys of `config:` that do not change what is trained
-NUMBER = r"([\d,.]+|nan|-?inf)"
+NUMBER = r"(\d[\d,]*(?:\.\d+)?|nan|-?inf)"
+DECIMAL = r"(\d+(?:\.\d+)?)"
 KEY = re.compile(r"([a-z_0-9]+): (.*)")
-STEP = re.compile(rf"step +(\d+)/(\d+) \| tokens +([\d,]+) \| loss +{NUMBER} \| time +([\d.]+) s")
-VAL = re.compile(rf"val +(\d+)/(\d+) \| loss +{NUMBER} \| time +([\d.]+) s")
-GPU = re.compile(r"gpu (\d+) \| time +([\d.]+) s \| +([\d.]+) MHz \| +([\d.]+) W \| +([\d.]+) C")
-PHASE = re.compile(r"phase: (.*) ([\d.]+) s")
+STEP = re.compile(rf"step +(\d+)/(\d+) \| tokens +([\d,]+) \| loss +{NUMBER} \| time +{DECIMAL} s")
+VAL = re.compile(rf"val +(\d+)/(\d+) \| loss +{NUMBER} \| time +{DECIMAL} s")
+GPU = re.compile(rf"gpu (\d+) \| time +{DECIMAL} s \| +{DECIMAL} MHz \| +{DECIMAL} W \| +{DECIMAL} C")
+PHASE = re.compile(rf"phase: (.*) {DECIMAL} s")
 STAGE = re.compile(r"stage (\d+) \| until step (\d+) \| T ([\d,]+)")
 # The public repository: the script itself, a line of `=`, the environment, then the lines of the run.
-PUBLIC = re.compile(rf"step:(\d+)/(\d+)(?: val_loss:{NUMBER})?(?: train_loss:{NUMBER})? train_time:([\d.]+)(ms|s)\b")
+PUBLIC = re.compile(rf"step:(\d+)/(\d+)(?: val_loss:{NUMBER})?(?: train_loss:{NUMBER})? train_time:{DECIMAL}(ms|s)\b")
 RULE = re.compile(r"={10,}")
 MS = 1000
 
@@ -54,6 +55,8 @@ class Run:
         try:
             config = json.loads(self.keys.get("config", "{}"))
         except ValueError:
+            config = None
+        if not isinstance(config, dict):
             return self.keys["config"]
         return json.dumps({k: v for k, v in config.items() if k not in NOT_SETTINGS}, sort_keys=True)
 

@@ -46,7 +46,9 @@ class Record:
 
     @property
     def track(self):
-        return self.runs[0].keys.get("preset", NOTHING)
+        """The preset; settings of a plan make it another track."""
+        changed = self.plan and [*self.plan["words"], *(w for arm in self.plan["arms"].values() for w in arm["words"])]
+        return self.runs[0].keys["preset"] + (" with other settings" if changed else "")
 
     @property
     def script(self):
@@ -86,6 +88,14 @@ def read_record(folder):
             arms[run.path.split(os.sep)[1]].append(run)
         record.arms = {arm: arms[arm] for arm in list(record.plan["arms"])[1:]}
     return record
+
+
+def text_of(path):
+    """The text of a file. Raises Broken where it is no UTF-8, as a flipped bit makes it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise Broken(f"{within(path)}: no text any more, byte {e.start} is not UTF-8") from None
 
 
 def within(path):
@@ -146,7 +156,10 @@ def sd(value, digits):
 
 def word(verdict):
     """A verdict in a word or two."""
-    return {"pass": "certified", "fail": "not certified", "refused": "not certified, refused"}[verdict.status]
+    said = {"pass": "certified", "fail": "not certified", "refused": "not certified, refused"}[verdict.status]
+    tests = [f"loss < {test['target']:g}" if name == "loss" else name for name, test in
+             verdict.numbers.get("tests", {}).items()]
+    return f"{said} ({', '.join(tests)})" if tests else said
 
 
 def delta(record):
@@ -174,14 +187,14 @@ def overview(records):
 
 
 def n_lines(record, before):
-    n = len(record.script.read_text(encoding="utf-8").splitlines())
-    return f"{n - len(before.script.read_text(encoding='utf-8').splitlines()):+,}" if before else f"{n:,}"
+    n = len(text_of(record.script).splitlines())
+    return f"{n - len(text_of(before.script).splitlines()):+,}" if before else f"{n:,}"
 
 
 def sections(path):
     """Title of a section -> its lines; what stands before the first banner is `head`."""
     found, title = defaultdict(list), "head"
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in text_of(path).splitlines():
         if m := BANNER.match(line):
             title = m[1]
         found[title].append(line)
@@ -190,16 +203,19 @@ def sections(path):
 
 def fast_rows(path):
     """Name -> (kind, what it is made of) of every row of FAST in a script: FAST[name] = Fast(...), or name=Fast(...)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(text_of(path))
     functions = {node.name: ast.dump(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
     rows = {}
     for node in ast.walk(tree):
-        call = getattr(node, "value", None)
-        if not (isinstance(node, (ast.Assign, ast.keyword)) and isinstance(call, ast.Call) and ast.unparse(call.func) == "Fast"):
+        call, name = getattr(node, "value", None), getattr(node, "arg", None)
+        if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "Fast" and call.args):
             continue
-        name = node.arg if isinstance(node, ast.keyword) else ast.literal_eval(node.targets[0].slice)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            name = getattr(node.targets[0].slice, "value", None)
+        if not name:
+            continue
         used = sorted({x.id for x in ast.walk(call) if isinstance(x, ast.Name)} & set(functions))
-        rows[name] = ast.literal_eval(call.args[0]), ast.dump(call) + "".join(functions[x] for x in used)
+        rows[name] = getattr(call.args[0], "value", NOTHING), ast.dump(call) + "".join(functions[x] for x in used)
     return rows
 
 
@@ -237,10 +253,10 @@ def filled(path, page, name, text):
 def wanted_pages(records):
     """Path -> what the page must be, by the logs."""
     path, before = HERE / "README.md", None
-    pages = {path: filled(path, path.read_text(encoding="utf-8"), "numbers", overview(records))}
+    pages = {path: filled(path, text_of(path), "numbers", overview(records))}
     for record in records:
         path = record.folder / "README.md"
-        page = filled(path, path.read_text(encoding="utf-8"), "numbers", numbers(record))
+        page = filled(path, text_of(path), "numbers", numbers(record))
         pages[path], before = filled(path, page, "changes", changes(record, before)), record
     return pages
 
@@ -250,7 +266,7 @@ def write_tables():
     records = [read_record(folder) for folder in folders()]
     changed = []
     for path, text in wanted_pages(records).items():
-        if path.read_text(encoding="utf-8") != text:
+        if text_of(path) != text:
             path.write_text(text, encoding="utf-8")
             changed.append(within(path))
     return records, changed
@@ -272,7 +288,7 @@ def against_sums(folder):
     """Findings: files that are not those of SHA256SUMS."""
     if not (folder / SUMS).is_file():
         return [f"{folder.name}: no {SUMS}"]
-    lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    lines = text_of(folder / SUMS).splitlines()
     if not all(re.fullmatch(r"[0-9a-f]{64}  \S.*", line) for line in lines):
         return [f"{folder.name}/{SUMS}: want lines of a SHA-256, two blanks and a path"]
     wanted = {path: digest for digest, path in (line.split("  ", 1) for line in lines)}
@@ -292,17 +308,12 @@ def git(*words):
 
 
 def against_git(folder):
-    """Findings: files that differ from the commit that froze the record, the one that added SHA256SUMS.
-
-    None outside a checkout; none are found for a record that is in no commit yet.
-    """
-    if git("rev-parse", "--is-inside-work-tree") is None:
-        return None
+    """Findings: files that differ from the commit that froze the record, the one that added SHA256SUMS, if any."""
     here = folder.relative_to(ROOT).as_posix()
-    commits = git("log", "--diff-filter=A", "--format=%H", "--", f"{here}/{SUMS}").split()
+    commits = (git("log", "--diff-filter=A", "--format=%H", "--", f"{here}/{SUMS}") or "").split()
     if not commits:
         return []
-    tree = git("ls-tree", "-r", "-z", "--full-tree", commits[-1], "--", here).split("\0")[:-1]
+    tree = git("ls-tree", "-r", "-z", commits[-1], "--", here).split("\0")[:-1]
     was = {path: entry.split()[2] for entry, path in (line.split("\t") for line in tree)}
     there = [path for path in was if (ROOT / path).is_file() and not path.endswith("/README.md")]
     blobs = git("hash-object", "--", *(str(ROOT / path) for path in there)).split()
@@ -310,9 +321,25 @@ def against_git(folder):
             for path, blob in zip(there, blobs, strict=True) if was[path] != blob]
 
 
+def gone():
+    """Findings: records that a commit froze and that are not there any more."""
+    lines = (git("log", "--diff-filter=A", "--format=", "--name-only", "--relative", "--", f"records/*/{SUMS}") or "").split()
+    return [f"{Path(line).parent.name}: this record was frozen, and is gone or has another name"
+            for line in sorted(set(lines)) if not (ROOT / line).parent.is_dir() and FOLDER.fullmatch(Path(line).parent.name)]
+
+
+def blind():
+    """Notes: what git cannot tell here."""
+    if git("rev-parse", "HEAD") is None:
+        return ["not a git checkout, or without a commit: that no file changed since its commit was not checked"]
+    if (git("rev-parse", "--is-shallow-repository") or "").strip() == "true":
+        return ["a shallow clone: that no file changed since its commit was checked only as far back as it goes"]
+    return []
+
+
 def against_headings(record):
     """Findings: headings of a page that lack or stand in another order."""
-    text = (record.folder / "README.md").read_text(encoding="utf-8")
+    text = text_of(record.folder / "README.md")
     have = tuple(re.findall(r"^## (.+)$", text, flags=re.M))
     if have != HEADINGS:
         return [f"{record.folder.name}/README.md: its headings are {', '.join(have)}; want {', '.join(HEADINGS)}"]
@@ -321,14 +348,10 @@ def against_headings(record):
 
 def check():
     """(records, findings, notes) on the whole folder; without findings all is in order."""
-    records, findings, notes = [], [], []
+    records, findings = [], gone()
     for folder in folders():
-        findings += against_sums(folder)
-        changed = against_git(folder)
-        if changed is None:
-            notes = ["not a git checkout: that no file changed since its commit was not checked"]
-        findings += changed or []
         try:
+            findings += against_sums(folder) + against_git(folder)
             records.append(read_record(folder))
             findings += against_headings(records[-1])
         except (Broken, OSError) as e:
@@ -336,10 +359,10 @@ def check():
     if len(records) == len(folders()):
         try:
             findings += [f"{within(path)}: its table is not what the logs say; write it with: python records/stats.py table"
-                         for path, text in wanted_pages(records).items() if path.read_text(encoding="utf-8") != text]
+                         for path, text in wanted_pages(records).items() if text_of(path) != text]
         except (Broken, OSError) as e:
             findings.append(str(e))
-    return records, findings, notes
+    return records, findings, blind()
 
 
 # ---- a plan becomes a record -----------------------------------------------------------------------------------------
@@ -401,6 +424,10 @@ def freeze(name, title):
     missing = sum(not any(a["code"] == 0 for a in slots[slot]) for slot in range(len(plan["order"])))
     if missing:
         raise Broken(f"{name}: {missing} of {len(plan['order'])} runs are missing; make them with: run {name}")
+    twin = [record.name for record in folders() if (record / "plan.json").is_file()
+            and plans.sha256(record / "plan.json") == plans.sha256(base / "plan.json")]
+    if twin:
+        raise Broken(f"{name}: this plan is the record {twin[0]} already")
     taken = [FOLDER.fullmatch(folder.name)[1] for folder in folders()]
     number = f"{int(max(taken, default='0')) + 1:03d}"
     folder = HERE / f"{number}_{plans.now()[:10]}_{title}"
@@ -429,7 +456,11 @@ def freeze(name, title):
         seeds=", ".join(map(str, plan["seeds"]))), encoding="utf-8")
     (part / SUMS).write_text(sums(part), encoding="utf-8")
     part.rename(folder)
-    write_tables()
+    try:
+        write_tables()
+    except BaseException:
+        shutil.rmtree(folder)                # the attempt is still there
+        raise
     return folder, verdict
 
 

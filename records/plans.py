@@ -1,8 +1,9 @@
 """Plans of runs, written before anything runs, and carried out one log per run.
 
 A plan lies in records/attempts/NAME/: plan.json, the scripts of its arms, journal.jsonl and the logs. The journal has a
-line for every start and every end, each with the hash of the line before it, so that no started run can be left out
-unseen. `python records/stats.py run NAME` goes on where it was interrupted.
+line for every start and every end, each with the hash of the line before it: none can be changed, added or removed
+unseen but at its end, and that is shown by commits made on the way. `python records/stats.py run NAME` goes on where it
+was interrupted.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import datetime
 import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -67,11 +69,12 @@ def seeds_of(text):
     """'1-3,7' as [1, 2, 3, 7]. Raises Broken."""
     seeds = []
     for part in text.split(","):
-        m = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not m:
-            raise Broken(f"--seeds {text}: want numbers and ranges such as 1-10 or 1,2,5")
-        seeds += range(int(m[1]), int(m[2] or m[1]) + 1)
-    if len(set(seeds)) < len(seeds) or not seeds:
+        m = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        first, last = (int(m[1]), int(m[2] or m[1])) if m else (1, 0)
+        if not first <= last < first + claims.MOST:
+            raise Broken(f"--seeds {text}: want numbers and ranges such as 1-10 or 1,2,5, at most {claims.MOST}")
+        seeds += range(first, last + 1)
+    if len(set(seeds)) < len(seeds):
         raise Broken(f"--seeds {text}: every seed may occur once; repeats of a seed are no independent runs")
     return seeds
 
@@ -79,7 +82,10 @@ def seeds_of(text):
 def arm_of(text):
     """'NAME=SCRIPT [key=value ...]' as (name, path, words). Raises Broken."""
     name, _, rest = text.partition("=")
-    script, *words = shlex.split(rest) or [""]
+    try:
+        script, *words = shlex.split(rest) or [""]
+    except ValueError as e:
+        raise Broken(f"--arm {text}: {e}") from None
     if name in OWN_FOLDERS:
         raise Broken(f"--arm {text}: {', '.join(OWN_FOLDERS)} are no names of arms, a record has folders called so")
     if not NAME.fullmatch(name) or not Path(script).is_file():
@@ -119,15 +125,36 @@ def n_seeds(a):
                "reached": claims.power(n, a.expect, a.sd, a.target, a.alpha)}
 
 
-def write(a):
-    """Write the plan that the arguments of `stats.py plan` describe. Returns it. Raises Broken."""
+def check_numbers(a):
+    """Refuse settings of a test that make it none. Raises Broken."""
+    for name, value, low, high in (("alpha", a.alpha, 0, claims.ALPHA), ("power", a.power, 0, 0.9999),
+                                   ("sd", a.sd, 0, math.inf), ("margin", a.margin, 0, math.inf)):
+        if not low < value <= high or math.isinf(value):
+            raise Broken(f"--{name} {value:g}: want a number above {low}" + (f", at most {high}" if high < math.inf else ""))
+    if a.target is not None and not math.isfinite(a.target):
+        raise Broken(f"--target {a.target:g}: want a loss")
+    if "<!--" in a.claim:
+        raise Broken("--claim: a claim is a sentence, without marks of comments")
+
+
+def place(a):
+    """The folder of a new plan. Raises Broken where its name is none, or where something lies there."""
     if not NAME.fullmatch(a.name):
         raise Broken(f"{a.name}: a plan's name has small letters, digits and hyphens")
     folder = ATTEMPTS / a.name
     if (folder / "journal.jsonl").exists():
         raise Broken(f"{a.name}: this plan has started and is not changed any more. Make another: plan OTHER-NAME ...")
+    if folder.exists() and not (folder / "plan.json").exists():
+        raise Broken(f"{folder}: this is no plan. Move it away, or take another name")
     if folder.exists() and not a.replace:
         raise Broken(f"{a.name}: there is such a plan, and it has not started. Replace it with --replace")
+    return folder
+
+
+def write(a):
+    """Write the plan that the arguments of `stats.py plan` describe. Returns it. Raises Broken."""
+    check_numbers(a)
+    folder = place(a)
     arms = [arm_of(text) for text in a.arm]
     if len({name for name, _, _ in arms}) < len(arms):
         raise Broken("--arm: every arm has a name of its own")
@@ -136,27 +163,32 @@ def write(a):
     seeds = seeds_of(a.seeds) if a.seeds else list(range(1, n + 1))
     if len(seeds) < claims.LEAST:
         raise Broken(f"{len(seeds)} seeds: too few runs to judge, at least {claims.LEAST} are needed")
-    decide = (["loss"] if a.target is not None else []) + (["time"] if len(arms) > 1 and not a.no_time else [])
+    decide = ["loss"] if a.target is not None else ["not worse"] if len(arms) > 1 else []
     if not decide:
-        raise Broken("this plan decides nothing: give --target LOSS, or a second --arm to compare times with")
-    shutil.rmtree(folder, ignore_errors=True)
+        raise Broken("this plan decides nothing: give --target LOSS, or a second --arm to compare with")
+    decide += ["time"] if len(arms) > 1 and not a.no_time else []
     plan = {"name": a.name, "written": now(), "claim": a.claim, "preset": a.preset, "words": a.words,
-            "ranks": a.ranks, "caches": a.caches, "target": a.target, "alpha": a.alpha, "decide": decide,
+            "ranks": a.ranks, "caches": a.caches, "target": a.target, "alpha": a.alpha, "margin": a.margin, "decide": decide,
             "power": why, "machine": None if a.any_machine else machine()[0],
             "machine_text": "the one of the first run" if a.any_machine else machine()[1], "arms": {}, "seeds": seeds}
+    part = folder.with_name(folder.name + ".part")      # so that a failure leaves what was there
+    shutil.rmtree(part, ignore_errors=True)
     for name, script, words in arms:
-        (folder / name).mkdir(parents=True)
-        shutil.copyfile(script, folder / name / "train_gpt.py")
+        (part / name).mkdir(parents=True)
+        shutil.copyfile(script, part / name / "train_gpt.py")
         plan["arms"][name] = {"from": os.path.relpath(script.resolve(), ROOT), "words": words,
-                              "sha256": sha256(folder / name / "train_gpt.py")}
+                              "sha256": sha256(part / name / "train_gpt.py")}
     plan["order"] = order_of(list(plan["arms"]), seeds)
-    (folder / "plan.json").write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    (part / "plan.json").write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
     return plan
 
 
 def in_words(plan):
     """The plan as lines that a person reads."""
     rule = {"loss": f"mean validation loss below {plan['target']}, one-sided t-test, p < {plan['alpha']}",
+            "not worse": f"mean validation loss shown to be less than {plan['margin']} above every other arm's",
             "time": f"faster than every other arm, 95 % interval of the paired difference below 0 "
                     f"(at least {claims.LEAST} pairs)"}
     lines = [f"plan {plan['name']}, written {plan['written']}", f"claim: {plan['claim'] or 'none stated'}"]
@@ -212,10 +244,15 @@ def load(folder):
     folder = Path(folder)
     try:
         plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        arms, seeds = [name for name, arm in plan["arms"].items() if arm["sha256"]], plan["seeds"]
+        as_planned = plan["order"] == [list(run) for run in order_of(arms, seeds)] and len(set(seeds)) == len(seeds)
+        sane = 0 < plan["alpha"] <= claims.ALPHA and plan["caches"] in ("warm", "cold") and plan["decide"]
     except OSError:
         raise Broken(f"{folder}: no plan.json there. Plans lie in records/attempts; write one with: stats.py plan") from None
-    except ValueError as e:
-        raise Broken(f"{folder / 'plan.json'}: {e}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise Broken(f"{folder / 'plan.json'}: not what `stats.py plan` writes ({type(e).__name__}: {e})") from None
+    if not as_planned or not sane:
+        raise Broken(f"{folder / 'plan.json'}: its order or its rule is not one that `stats.py plan` writes")
     journal = Journal(folder / "journal.jsonl")
     if journal.events and journal.events[0].get("sha256") != sha256(folder / "plan.json"):
         raise Broken(f"{folder / 'plan.json'}: changed after the first run was started")
@@ -236,6 +273,17 @@ def judge(folder):
 
 
 # ---- carrying it out -------------------------------------------------------------------------------------------------
+
+def commit_of(path):
+    """The commit that is checked out, if it holds the file as it is now; else None."""
+    def git(*words):
+        return subprocess.run(["git", "-C", str(path.parent), *words], capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        same = git("rev-parse", f"HEAD:./{path.name}") == git("hash-object", "--", path.name)
+        return git("rev-parse", "HEAD") if same else None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
 
 @contextlib.contextmanager
 def alone(folder):
@@ -283,6 +331,10 @@ def start(plan, folder, arm, words, lock, quiet):
                 print("interrupted: waiting for the run to end", file=sys.stderr)
 
 
+def n_files(folder):
+    return sum(path.is_file() for path in folder.rglob("*")) if folder.is_dir() else 0
+
+
 def close(journal, base, event, code):
     """Write the end of a started run into the journal; code None: it was interrupted."""
     run = log_of(base / event["log_dir"])
@@ -292,7 +344,7 @@ def close(journal, base, event, code):
         code = 1
     what = {"arm": event["arm"]} if event["event"] == "smoke" else {"slot": event["slot"], "attempt": event["attempt"]}
     journal.add("smoke end" if event["event"] == "smoke" else "end", **what, code=code,
-                digest=run.digest if run else None, n_logged=len(run.steps) if run else 0,
+                digest=run.digest if run else None, n_files=n_files(base / event["log_dir"]),
                 val_loss=run.val_loss if run else None, train_s=run.train_s if run else None,
                 **{key: run.keys.get(key) for key in GPU_KEYS if run})
     return code, run
@@ -329,7 +381,10 @@ def carry_out(name, limit=None, quiet=False):
                 raise Broken(f"{base / arm / 'train_gpt.py'}: changed since the plan was written")
         key, text = check_machine(plan, journal)
         if not journal.events:
-            journal.add("plan", sha256=sha256(base / "plan.json"))
+            commit = commit_of(base / "plan.json")
+            if commit is None:
+                print(f"{name}: the plan is in no commit, so nothing will show that it is older than its runs", file=sys.stderr)
+            journal.add("plan", sha256=sha256(base / "plan.json"), commit=commit)
         for event in open_starts(journal.events):
             close(journal, base, event, None)
         warm(plan, journal, base, lock, quiet)
@@ -340,18 +395,19 @@ def carry_out(name, limit=None, quiet=False):
                 continue
             if made == limit:
                 break
-            check_restarts(plan, slot, mine)
+            check_restarts(name, journal.events)
             make(plan, journal, base, slot, len(mine) + 1, lock, quiet, machine=key, machine_text=text)
             made += 1
         slots = claims.attempts_of(journal.events)
         return sum(not any(a["code"] == 0 for a in slots[slot]) for slot in range(len(plan["order"])))
 
 
-def check_restarts(plan, slot, attempts):
-    """Raise Broken where a run was begun too often."""
-    if claims.n_restarts(attempts) > claims.MOST_RESTARTS:
-        raise Broken(f"{claims.slot_name(plan, slot)}: {claims.n_restarts(attempts)} starts did not finish; at most "
-                     f"{claims.MOST_RESTARTS} may be made again, or bad runs could be dropped. This plan cannot be finished")
+def check_restarts(name, events):
+    """Raise Broken where too many runs of a plan were begun again."""
+    n = claims.n_restarts(claims.attempts_of(events))
+    if n > claims.MOST_RESTARTS:
+        raise Broken(f"{name}: {n} starts did not finish; at most {claims.MOST_RESTARTS} of a plan may be made again, or bad "
+                     f"runs could be dropped. This plan cannot be finished: write another")
 
 
 def warm(plan, journal, base, lock, quiet):

@@ -14,12 +14,14 @@
     check     the whole folder: scripts, logs, tables, nothing changed
 
 Every command takes --json for one JSON object instead of text. Exit status: 0 done, or certified, or in order; 1 not
-certified, not in order, or failed; 2 the command line is not understood; 3 refused, it cannot be judged.
+certified, not in order, or failed; 2 the command line is not understood; 3 refused, it cannot be judged; 4 the test
+passes, but without a plan nothing is certified; 130 interrupted.
 certify, compare and plot read this project's logs and those of the public repository (modded-nanogpt).
 """
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -29,8 +31,7 @@ import pages
 import plans
 from plans import Broken
 
-OK, FAILED, REFUSED = 0, 1, 3
-STATUS = {"pass": OK, "fail": FAILED, "refused": REFUSED}
+OK, FAILED, REFUSED, UNPLANNED, INTERRUPTED = 0, 1, 3, 4, 130
 
 
 def show(a, lines, **data):
@@ -42,10 +43,17 @@ def show(a, lines, **data):
 
 def with_plan(source):
     """The folder of an attempt or record of this name that has a plan, or None."""
-    for folder in (plans.ATTEMPTS / source, Path(source), *(f for f in pages.folders() if f.name.startswith(source))):
+    if not source:
+        raise Broken("an empty name: give a record, an attempt, a folder or a log")
+    for folder in (plans.ATTEMPTS / source, Path(source), *named(source)):
         if (folder / "plan.json").is_file():
             return folder
     return None
+
+
+def named(source):
+    """[folder] of the record of this number or name, or []."""
+    return [f for f in pages.folders() if source in (f.name, f.name.split("_")[0])]
 
 
 def runs_of(source):
@@ -56,12 +64,12 @@ def runs_of(source):
         by_digest, slots = {run.digest: run for run in runs}, claims.attempts_of(events)
         return [(f"{plan['name']}: {arm}", [run for slot, (_, of, _) in enumerate(plan["order"]) if of == arm
                                             for run in claims.finished(slots[slot], by_digest)]) for arm in plan["arms"]]
-    named = [f for f in pages.folders() if f.name.startswith(source)]
-    path = named[0] if named else Path(source)
-    found = [logs.read(p) for p in logs.logs_in(path / "runs" if named else path)] if path.exists() else []
+    record = named(source)
+    path = record[0] if record else Path(source)
+    found = [logs.read(p) for p in logs.logs_in(path / "runs" if record else path)] if path.exists() else []
     if not found:
         raise Broken(f"{source}: neither a record, nor an attempt, nor a folder or file with logs (.log, .txt)")
-    return [(path.name.replace("_", " ") if named else source, found)]
+    return [(path.name.replace("_", " ") if record else source, found)]
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -104,17 +112,21 @@ def certify(a):
     elif not a.source:
         raise Broken("certify: give a plan, a folder of logs, or --losses")
     elif len(a.source) == 1 and with_plan(a.source[0]):
+        if a.target is not None:
+            raise Broken("certify: a plan has its own target, --target is for logs without one")
         _, _, _, verdict = plans.judge(with_plan(a.source[0]))
         name = a.source[0]
     else:
         runs = [run for source in a.source for _, found in runs_of(source) for run in found]
         verdict, name = claims.judge_logs(runs, need_target(a), a.alpha), ", ".join(a.source)
     show(a, verdict_lines(name, verdict), name=name, **verdict.as_dict())
-    return STATUS[verdict.status]
+    if verdict.status == "pass":
+        return OK if verdict.certified else UNPLANNED
+    return FAILED if verdict.status == "fail" else REFUSED
 
 
 def need_target(a):
-    if a.target is None:
+    if a.target is None or not math.isfinite(a.target):
         raise Broken("certify: logs without a plan need --target LOSS")
     return a.target
 
@@ -182,9 +194,13 @@ def plot(a):
     import pictures                                            # matplotlib takes a second to load
     records = [pages.read_record(folder) for folder in pages.folders()]
     chosen = a.source or [record.folder.name for record in records[-1:]]
-    groups = {label: [run for run in runs if not run.problem] for source in chosen for label, runs in runs_of(source)}
+    groups, left_out = {}, []
+    for label, runs in (group for source in chosen for group in runs_of(source)):
+        kept, excluded, reasons = claims.poolable(runs)
+        groups[label] = kept + [run for run in claims.copies(runs)[0] if run.script and run.problem]   # it names these
+        left_out += reasons + [f"{path}: {why}" for path, why in excluded]
     made = pictures.plot(Path(a.out), records, groups)
-    show(a, [f"{path}" for path in made], files=made)
+    show(a, [*map(str, made), *(f"left out: {what}" for what in left_out)], files=made, left_out=left_out)
     return OK
 
 
@@ -231,6 +247,12 @@ def freeze(a):
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
+def positive(text):
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def parser():
     top = argparse.ArgumentParser(prog="stats.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
@@ -261,6 +283,8 @@ def parser():
     sub.add_argument("--caches", default="warm", choices=("warm", "cold"),
                      help="compiler caches: filled by one step per arm that does not count, or new and empty for every run")
     test(sub)
+    sub.add_argument("--margin", type=float, default=claims.MARGIN,
+                     help="without a target: by so much the loss must be shown to be worse at most (%(default)s)")
     sub.add_argument("--no-time", action="store_true", help="decide on the loss alone")
     sub.add_argument("--claim", default="", help="what the plan is to show, in a sentence")
     sub.add_argument("--expect", type=float, metavar="MEAN", help="choose the number of seeds for this true mean loss")
@@ -271,7 +295,7 @@ def parser():
 
     sub = command(run, "make the runs of a plan that are missing, interleaved, one log per run")
     sub.add_argument("name")
-    sub.add_argument("--limit", type=int, metavar="N", help="stop after so many runs")
+    sub.add_argument("--limit", type=positive, metavar="N", help="stop after so many runs")
     sub.add_argument("--quiet", action="store_true", help="do not show what the trainer prints")
 
     sub = command(certify, "judge a plan that was carried out, or a folder of logs, or bare losses")
@@ -299,6 +323,9 @@ def main(argv=None):
     a = parser().parse_args(argv)
     try:
         return a.function(a)
+    except KeyboardInterrupt:
+        print("stats.py: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except (Broken, OSError) as e:
         if a.json:
             print(json.dumps({"error": str(e)}))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
@@ -24,7 +25,7 @@ SLOW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthChe
 
 # Loss lists of which the verdict is known (T15 of the project's test inputs; the first is a real folder of logs).
 KNOWN = {
-    "worse than the target": ([3.2795, 3.2815, 3.2829, 3.2836, 3.2812, 3.2802, 3.2811, 3.2815, 3.2821, 3.2811], "fail", 0.998),
+    "worse than the target": ([3.2795, 3.2815, 3.2829, 3.2836, 3.2812, 3.2802, 3.2811, 3.2815, 3.2821, 3.2811], "fail", 0.9982),
     "population deviation would pass": ([3.2772, 3.2756, 3.2784, 3.2783], "fail", 0.0137),
     "passes": ([3.2772, 3.2781, 3.2780, 3.2784, 3.2773, 3.2806, 3.2799, 3.2765], "pass", 0.0045),
     "one run": ([3.2750], "refused", "too few runs: 1"),
@@ -45,12 +46,12 @@ def p_by_hand(losses, target=TARGET):
 def test_known_lists(what):
     losses, status, wanted = KNOWN[what]
     verdict = claims.judge_losses(losses, TARGET)
-    assert verdict.status == status and verdict.certified == (status == "pass")
+    assert verdict.status == status and not verdict.certified, "bare numbers certify nothing"
     if isinstance(wanted, str):
         assert any(wanted in reason for reason in verdict.reasons)
         return
     assert verdict.numbers["p"] == pytest.approx(p_by_hand(losses), rel=1e-9)
-    assert round(verdict.numbers["p"], 4) == pytest.approx(wanted, abs=6e-4)
+    assert round(verdict.numbers["p"], 4) == wanted
     assert verdict.numbers["sd"] == pytest.approx(statistics.stdev(losses))
 
 
@@ -175,17 +176,22 @@ def made(losses, times=None, base=None, base_times=None, decide=("loss",), cache
     seconds = {"new": times or [80.0] * len(losses), "base": base_times or [80.0] * len(losses)}
     seeds = list(range(1, len(losses) + 1))
     plan = {"arms": {arm: {"sha256": arm[0] * 64} for arm in arms}, "order": plans.order_of(list(arms), seeds),
-            "decide": list(decide), "target": TARGET, "alpha": 0.01, "caches": caches}
-    events, runs = [{"event": "plan"}], []
+            "decide": list(decide), "target": TARGET, "alpha": 0.01, "margin": 0.001, "caches": caches}
+    events, runs = [{"event": "plan", "commit": "c" * 40, "time": stamp(0)}], []
     for slot, (i, arm, seed) in enumerate(plan["order"]):
         log_dir = f"run-{slot}"
         run = run_of(slot, arms[arm][i], seconds[arm][i], script=arm[0] * 64, seed=seed, path=f"p/{log_dir}/x.log")
         runs.append(run)
         events += [
             {"event": "start", "slot": slot, "arm": arm, "seed": seed, "attempt": 1, "machine": "m", "machine_text": "M",
-             "caches": caches, "log_dir": log_dir},
-            {"event": "end", "slot": slot, "attempt": 1, "code": 0, "digest": run.digest, "n_logged": 100}]
+             "caches": caches, "log_dir": log_dir, "time": stamp(2 * slot)},
+            {"event": "end", "slot": slot, "attempt": 1, "code": 0, "digest": run.digest, "n_files": 1,
+             "time": stamp(2 * slot + 1)}]
     return plan, events, runs
+
+
+def stamp(minutes):
+    return f"2026-11-30T{minutes // 60:02d}:{minutes % 60:02d}:00+00:00"
 
 
 GOOD = [3.2772, 3.2781, 3.2780, 3.2784, 3.2773, 3.2786, 3.2779, 3.2765]
@@ -211,18 +217,30 @@ def test_each_test_of_a_plan_can_fail_it():
     assert claims.judge_plan(*made(GOOD, decide=())).status == "refused"
 
 
+def test_without_a_target_the_loss_must_be_shown_to_be_no_worse():
+    """A faster arm with another loss certifies nothing."""
+    for more, status in ((0, "pass"), (0.0005, "fail"), (1, "fail"), (-0.01, "pass")):
+        plan = made([x + more for x in GOOD], FAST, BASE, SLOWER, ("not worse", "time"))
+        verdict = claims.judge_plan(*plan)
+        assert verdict.status == status and set(verdict.numbers["tests"]) == {"loss against base", "time against base"}
+        about = verdict.numbers["tests"]["loss against base"]
+        test = stats.ttest_ind([x + more for x in GOOD], BASE, equal_var=False).confidence_interval(0.95)
+        assert about["high"] == pytest.approx(test.high) and (about["high"] < 0.001) == (status == "pass")
+
+
 def replaced(runs, k, **more):
     runs[k] = dataclasses.replace(runs[k], **more)
 
 
-def interrupted(events, n, code=None, n_logged=0):
+def interrupted(events, n, code=None, n_files=0):
     """n starts of slot 2 that did not finish, before the one that did."""
     at = next(i for i, e in enumerate(events) if e.get("slot") == 2)
     last = events[at] | {"attempt": n + 1}
     new = []
     for k in range(n):
         new.append(events[at] | {"attempt": k + 1, "log_dir": f"lost-{k}"})
-        new.append({"event": "end", "slot": 2, "attempt": k + 1, "code": code, "digest": None, "n_logged": n_logged})
+        new.append({"event": "end", "slot": 2, "attempt": k + 1, "code": code, "digest": None, "n_files": n_files,
+                    "time": events[at]["time"]})
     events[at + 1]["attempt"] = n + 1
     events[at:at + 1] = [*new, last]
 
@@ -269,8 +287,9 @@ FLAWS = {
     "caches": (lambda p, e, r: e[9].update(caches="cold"), "caches not warm in every run"),
     "order": (lambda p, e, r: swap(e), "not started in the order of the plan"),
     "never alternated": (always_first, "order never alternated: arm new ran first in every round"),
-    "restarts": (lambda p, e, r: interrupted(e, 2), "2 starts did not finish, at most 1"),
-    "crashes after training": (lambda p, e, r: interrupted(e, 2, 1, 30), "2 starts did not finish, at most 1"),
+    "restarts": (lambda p, e, r: interrupted(e, 3), "3 starts did not finish, at most 2"),
+    "crashes with a log": (lambda p, e, r: interrupted(e, 3, 1, 1), "3 starts did not finish, at most 2"),
+    "killed by a signal": (lambda p, e, r: interrupted(e, 3, -9, 0), "3 starts did not finish, at most 2"),
 }
 
 
@@ -290,13 +309,32 @@ def test_too_few_runs_in_a_plan():
     assert verdict.status == "refused" and verdict.reasons == ["loss: too few runs: 3, at least 4 are needed"]
 
 
-@pytest.mark.parametrize("n, code, n_logged", [(1, None, 0), (1, 1, 40), (3, 1, 0)])
-def test_a_run_made_again_is_listed(n, code, n_logged):
-    """Once if it may have trained, as often as one likes if the script refused before its first step."""
-    plan, events, runs = two_arms()
-    interrupted(events, n, code, n_logged)
+@pytest.mark.parametrize("n, code, n_files, price", [(1, None, 0, 5), (2, None, 1, 25), (1, 1, 1, 5), (3, 1, 0, 1)])
+def test_a_run_made_again_is_listed_and_has_its_price(n, code, n_files, price):
+    """Free, and as often as one likes, only where the script refused before it had a log."""
+    plan, events, runs = made([x - 0.003 for x in GOOD], [x - 0.5 for x in FAST], BASE, SLOWER, ("loss", "time"))
+    interrupted(events, n, code, n_files)
     verdict = claims.judge_plan(plan, events, runs)
-    assert verdict.certified and len(verdict.warnings) == n and "run 3 of 16 (arm base, seed 2): start 1" in verdict.warnings[0]
+    assert verdict.certified and "run 3 of 16 (arm base, seed 2): start 1" in verdict.warnings[0]
+    assert len(verdict.warnings) == n + (price > 1)
+    assert verdict.numbers["tests"]["loss"]["alpha"] == pytest.approx(0.01 / price)
+    found, d = verdict.numbers["tests"]["time against base"], np.subtract([x - 0.5 for x in FAST], SLOWER)
+    half = stats.t.ppf(1 - 0.025 / price, 7) * d.std(ddof=1) / math.sqrt(8)
+    assert found["high"] == pytest.approx(d.mean() + half)
+
+
+def test_what_a_reader_has_to_know_of_a_pass():
+    plan, events, runs = two_arms()
+    assert claims.judge_plan(plan, events, runs).warnings == []
+    events[0]["commit"] = None
+    for e in events[4:]:
+        e["time"] = e["time"].replace("T00", "T05")             # the second run of round 2 starts hours later
+    events[7]["time"] = events[8]["time"] = stamp(400)
+    for k, run in enumerate(runs):
+        runs[k] = dataclasses.replace(run, gpu=((1.0, 0, 1900.0 if run.script[0] == "n" else 1700.0, 1.0, 1.0),))
+    said = claims.judge_plan(plan, events, runs).warnings
+    assert [any(part in text for text in said) for part in ("in no commit", "hours lie between two runs of round 2",
+                                                            "1900 MHz, 1700 MHz")] == [True] * 3
 
 
 @SLOW
@@ -319,10 +357,10 @@ def test_order_names_and_copies_of_files_do_not_matter_to_a_plan(rand, what):
 N_PLANS = 10_000
 
 
-def passes(draw, made_of):
-    """Share of simulated plans, the true mean on the target, that are certified."""
+def passes(draw, judge, n=N_PLANS):
+    """Share of simulated plans, the true mean on the target, that pass."""
     rng = np.random.default_rng(2026)
-    return sum(made_of(draw(rng)).certified for _ in range(N_PLANS)) / N_PLANS
+    return sum(judge(draw(rng)).status == "pass" for _ in range(n)) / n
 
 
 def honest(rng):
@@ -334,10 +372,21 @@ def repeated(rng):
     return np.repeat(rng.normal(TARGET, 0.0014, 2), 4) + rng.normal(0, 0.0003, 8)
 
 
-def plan_with_restarts(losses):
-    plan, events, runs = made(list(losses))
-    interrupted(events, 1)
-    return claims.judge_plan(plan, events, runs)
+def chooser(n_redone):
+    """Who knows all outcomes and makes the one or two runs again whose repetition serves best."""
+    def judge(x):
+        drawn, best = x[8:8 + n_redone], x[:8]
+        options = [best]
+        for k in itertools.permutations(range(8), n_redone):
+            option = best.copy()
+            option[list(k)] = drawn
+            options.append(option)
+        p = stats.ttest_1samp(np.array(options), TARGET, axis=1, alternative="less").pvalue
+        plan, events, runs = made(list(options[int(p.argmin())]))
+        if p.argmin() > 0:
+            interrupted(events, n_redone)
+        return claims.judge_plan(plan, events, runs)
+    return judge
 
 
 def test_false_passes_of_honest_plans():
@@ -345,9 +394,11 @@ def test_false_passes_of_honest_plans():
     assert 0.007 <= share <= 0.013, share
 
 
-def test_false_passes_where_a_run_was_made_again():
-    share = passes(honest, plan_with_restarts)
-    assert 0.007 <= share <= 0.013, share
+@pytest.mark.parametrize("n_redone", [1, 2])
+def test_false_passes_where_runs_were_chosen_to_be_made_again(n_redone):
+    """The price of a restart is what a chooser, all outcomes known, can gain; without it: 4.6 and 7.7 %."""
+    share = passes(lambda rng: rng.normal(TARGET, 0.0014, 10), chooser(n_redone), N_PLANS // 2)
+    assert 0.001 < share <= 0.013, share
 
 
 def test_false_passes_where_logs_were_copied():
