@@ -530,12 +530,20 @@ def draw_bars(axes, starts, phases):
     axes.tick_params(axis="y", length=0)
 
 
+def further_starts(runs):
+    """What the starts after the first took, or that there is none."""
+    seconds = [sum(phase_seconds(run).values()) for run in cold_starts(runs)[1:]]
+    if not seconds:
+        return "no run has all phases."
+    return f"{len(seconds)} further starts, {min(seconds):.1f} to {max(seconds):.1f} s."
+
+
 def start_picture(groups):
     """What the start of a process took, phase by phase, from Run.phases of the runs that began one."""
     name, title = "start.png", "Start-up"
-    named = [(label, run) for label, runs in groups.items() for run in cold_starts(runs)]
-    notes = tuple(f"{label}: no run has all phases." for label, runs in groups.items()
-                  if not cold_starts(runs))
+    named = [(label, run) for label, runs in groups.items() for run in cold_starts(runs)[:1]]
+    notes = tuple(f"{label}: {further_starts(runs)}" for label, runs in groups.items()
+                  if len(cold_starts(runs)) != 1)
     if not named:
         return Picture(name, title, missing=f"no log has all phases of a start, from `{FIRST_PHASE}` on.")
     starts = [phase_seconds(run) for _, run in named]
@@ -552,8 +560,8 @@ def start_picture(groups):
             for phase in (*phases, *rest)]
     return Picture(
         name, title, figure, f"Seconds by phase of the start: {listed(dict(named))}.",
-        "From the start of the process to that of the clock, of the runs whose log has every phase (the "
-        f"first of a process): {listed(f'{label}, {seeds([run])}' for label, run in named)}. "
+        "From the start of the process to that of the clock, of each group's first run whose log has every "
+        f"phase: {listed(f'{label}, {seeds([run])}' for label, run in named)}. "
         + "Grey: phases that are short in every start." * bool(rest), notes,
         ("phase, s", *((cut(label, 20), seeds([run])) for label, run in named)),
         (*rows, ("sum", *(f"{sum(start.values()):.1f}" for start in starts))))

@@ -199,6 +199,15 @@ def test_stage_times_of_a_record_are_those_of_its_log(real):
         assert got == pytest.approx([float(x) for x in run.keys["ms_by_stage"].split(", ")], abs=1.0)
 
 
+def test_one_start_of_each_group_is_drawn(real):
+    """The others are told by their range."""
+    first, *_ = [run for run in real if pictures.cold_starts([run])]
+    slower = made(phases=((pictures.FIRST_PHASE, 3.0), ("more", 5.5)))
+    picture = pictures.start_picture({"a": [first, slower, slower], "b": [slower], "c": [made(phases=())]})
+    assert picture.head[1:] == (("a", pictures.seeds([first])), ("b", pictures.seeds([slower])))
+    assert picture.notes == ("a: 2 further starts, 8.5 to 8.5 s.", "c: no run has all phases.")
+
+
 def test_cold_starts(real):
     """The first run of a process; its phases sum to the start that the log tells."""
     assert [run.seed for run in pictures.cold_starts(real)] == [1]
@@ -246,7 +255,7 @@ def test_same_runs_same_bytes(real, tmp_path):
     groups = {"a": real, "b": [made(seed) for seed in (1, 2)]}
     first, other = tmp_path / "first", tmp_path / "other"
     pictures.plot(first, [record(real)], groups)
-    pictures.plot(other, [], {"c": [made()]})
+    pictures.plot(other, [], {"c": [made(phases=())]})
     before = dict(matplotlib.rcParams)
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red"}):
         pictures.plot(other, [record(real)], groups)
