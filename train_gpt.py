@@ -40,6 +40,8 @@ Sources, cited as [n]:
     [5] Adam: D. Kingma, J. Ba, arXiv 1412.6980, 2014
     [6] cautious updates: K. Liang, L. Chen, B. Liu, Q. Liu, arXiv 2411.16085, 2024
     [7] token shards: A. Karpathy, llm.c, 2024
+    [8] case-folded n-grams: D. Monroe, KellerJordan/modded-nanogpt pull request 375
+    [9] pointer head: N. Godey, KellerJordan/modded-nanogpt pull request 379
 """
 
 import contextlib
@@ -85,6 +87,7 @@ VOCAB = 50_257           # GPT-2's tokens; a shard holds ids below this
 VOCAB_PADDED = 50_304    # V: classes of the head, a multiple of 128 and of every world size
 BOS = 50_256             # <|endoftext|>, the first token of every document
 COPY = 50_257            # a class that is no token; it is always among the classes of the loss
+SIGN_ROWS = 8192         # of random signs, from which n-grams choose by a hash
 WORLDS = (1, 2, 4, 8)    # legal world sizes; n_micro must be a multiple of the one in use
 STAGE_SHARES = (0.2854, 0.6063, 0.9394, 0.9994)   # stage ends as shares of n_sched / 0.9994, from [4]
 REFERENCE_SCHED = 978    # n_sched from which on the inserted and the extension steps have full length
@@ -150,6 +153,8 @@ class Config:
     dtype: str = "bf16"          # of weights and activations: bf16 or fp32
     scale_narrow: float = 0.13   # softmax scales of the first stage; YaRN raises them with the windows
     scale_wide: float = 0.085
+    ngram_rows: int = 84_602_880   # of the table of n-grams, over all ranks; 0: no table
+    fold_case: bool = True       # n-grams do not tell A from a
     # schedule
     n_micro: int = 8             # micro-batches of one global step
     t_factor: float = 1.0        # factor on every stage's T, for GPUs with less memory
@@ -2164,6 +2169,25 @@ class Vocabulary:
         """The text of token ids; bytes that are no UTF-8 become a replacement character."""
         return b"".join(self.bytes[i] for i in ids).decode("utf-8", "replace")
 
+    @functools.cached_property
+    def folded(self):
+        """For every token the first one whose text is the same but for case, accents and blanks: (V,) int32.
+
+        The text is normed by NFKC and NFD, loses its accents, becomes lower case, and has one space for blanks
+        [8]. Tokens that are no text by themselves, or from which nothing is left, stay what they are.
+        """
+        table, first = np.arange(VOCAB_PADDED, dtype=np.int32), {}
+        for i, token in enumerate(self.bytes[:BOS]):
+            with contextlib.suppress(UnicodeDecodeError):
+                text = token.decode()
+                if not text.isascii():
+                    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+                    text = "".join(c for c in text if unicodedata.category(c) != "Mn")
+                text = re.sub("[ \t\r\n]+", " ", text.lower())
+                if text := text.strip() or text * (text == " "):
+                    table[i] = first.setdefault(text, i)
+        return table
+
 
 # ---- 8.5 targets: what the loss of a micro-batch is taken over -------------------------------------
 
@@ -2209,7 +2233,33 @@ def weighted_targets(following, plan, prefix_of):
     return targets, weights
 
 
-# ---- 8.6 Loader: the worker thread ---------------------------------------------------------------
+# ---- 8.6 n-grams: their rows in the table and in the pool of signs --------------------------------
+
+ROW_FACTORS = ((36_313, 27_191), (17_351, 60_961, 45_259))    # of a token, the one before it, ... [4]
+SIGN_FACTORS = ((48_271, 30_011), (58_699, 39_779, 26_801))
+
+
+def ngrams(cfg, vocabulary, tokens, doc_start):
+    """Rows of each token's bigram and trigram in the table, and of both in the pool of signs: (T, 4) int32.
+
+    Sums of 32 bits, joined by XOR, modulo half the rows less one. The last row of each half, with sign row 0,
+    is that of all n-grams that would begin before their document.
+    """
+    T, half = len(tokens), cfg.ngram_rows // 2
+    x, out = vocabulary.folded[tokens] if cfg.fold_case else tokens.astype(np.int32), np.zeros((T, 2 * len(ROW_FACTORS)), np.int32)
+    for n, pair in enumerate(zip(ROW_FACTORS, SIGN_FACTORS)):
+        inside = np.arange(T) - n > doc_start
+        row, sign = np.zeros((2, T), np.int32)
+        for mixed, factors in zip((row, sign), pair):
+            for back, factor in enumerate(factors):
+                mixed[back:] ^= x[:max(T - back, 0)] * np.int32(factor)      # Trap: wraps, as it must
+        if half:
+            out[:, n] = n * half + np.where(inside, row % (half - 1), half - 1)
+            out[:, 2 + n] = np.where(inside, sign % SIGN_ROWS, 0)
+    return out
+
+
+# ---- 8.7 Loader: the worker thread ---------------------------------------------------------------
 
 class Loader:
     """Prepares the batches of a plan on a worker thread, while the clock runs.

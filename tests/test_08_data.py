@@ -355,3 +355,61 @@ def test_sweeps_begin_apart_and_belong_to_their_micro_batch(tg, tmp_path):
     shard(tmp_path / "train_000001.bin", docs(6000, 45, 1))
     loader = tg.Loader(config(tg, tmp_path), Rank(1, 4), plans(tg))
     assert loader.sweeps == [50_304 * m // 8 for m in range(8)]
+
+
+# ---- n-grams -----------------------------------------------------------------------------------------------
+
+LINE = np.array([50256, 464, 3797, 3332, 319, 262, 2603, 13], np.uint16)        # "The cat sat on the mat."
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    import train_gpt as tg
+    return tg.Vocabulary(ROOT / "data/gpt2_vocab.bin")
+
+
+def test_folded_ids_are_the_published_ones(tg, vocabulary):
+    """32,980 classes, 17,277 changed ids, the hash of the notes; and the rule itself for samples of all scripts."""
+    table = vocabulary.folded
+    sha = hashlib.sha256(table[:50257].astype("<i4").tobytes()).hexdigest()
+    assert sha == "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2"
+    assert len(set(table[:50257].tolist())) == 32_980 and (table != np.arange(50_304)).sum() == 17_277
+    assert table.shape == (50_304,) and (table[50_256:] == np.arange(50_256, 50_304)).all() and (table <= np.arange(50_304)).all()
+    assert table[LINE].tolist() == [50256, 262, 3797, 3332, 261, 262, 2603, 13]
+    assert (table[table] == table).all()
+    for a, b in ((" The", "the"), ("\n\n", " "), ("\t", " "), ("É".lower(), "e")):
+        assert vocabulary.folded[vocabulary.ids[a.encode()]] == vocabulary.folded[vocabulary.ids[b.encode()]]
+    for alone in (b"\x0b", b"\x0c", b"\xff", b"\xef\xb8\x8f"):
+        assert table[vocabulary.ids[alone]] == vocabulary.ids[alone]
+
+
+def test_ngram_rows_and_signs_are_the_published_ones(tg, vocabulary):
+    rows = tg.ngrams(tg.RECORD, vocabulary, LINE, np.zeros(8, np.int32))
+    assert rows.dtype == np.int32 and rows.T.tolist() == [
+        [42301439, 20144454, 13299658, 17915303, 15465955, 16606725, 12847419, 28004665],
+        [84602879, 84602879, 43894772, 66538160, 64673410, 54499366, 49718109, 79161173],
+        [0, 5162, 3737, 4395, 3623, 8061, 6247, 3498], [0, 0, 7525, 4693, 6334, 7913, 2750, 5704]]
+
+
+@pytest.mark.parametrize("fold", (True, False))
+def test_ngrams_equal_their_definition_token_by_token(tg, vocabulary, fold):
+    """In Python's own integers, wrapped by hand; nothing is hashed across the start of a document."""
+    cfg, tokens = replace(tg.RECORD, ngram_rows=1_000_002, fold_case=fold), docs(300, 7, 5)
+    tokens[100:103] = 50256                                       # documents of one token
+    start, half = tg.doc_starts(tokens), 500_001
+    x = [int(vocabulary.folded[t]) if fold else int(t) for t in tokens]
+
+    def mixed(t, factors):
+        h = 0
+        for back, factor in enumerate(factors):
+            h ^= (x[t - back] * factor) % 2**32
+        return h - 2**32 * (h >= 2**31)
+    got = tg.ngrams(cfg, vocabulary, tokens, start)
+    for t in range(300):
+        two, three = t - 1 >= start[t], t - 2 >= start[t]
+        want = [mixed(t, (36313, 27191)) % (half - 1) if two else half - 1,
+                half + mixed(t, (17351, 60961, 45259)) % (half - 1) if three else 2 * half - 1,
+                mixed(t, (48271, 30011)) & 8191 if two else 0, mixed(t, (58699, 39779, 26801)) & 8191 if three else 0]
+        assert got[t].tolist() == want, t
+    assert (got != tg.ngrams(replace(cfg, fold_case=not fold), vocabulary, tokens, start)).any()
+    assert not tg.ngrams(replace(cfg, ngram_rows=0), vocabulary, tokens, start).any()
