@@ -88,6 +88,8 @@ VOCAB_PADDED = 50_304    # V: classes of the head, a multiple of 128 and of ever
 BOS = 50_256             # <|endoftext|>, the first token of every document
 COPY = 50_257            # a class that is no token; it is always among the classes of the loss
 SIGN_ROWS = 8192         # of random signs, from which n-grams choose by a hash
+ROWS_MULTIPLE = 16       # rows of the table of n-grams: two halves, and equal shares for every world size
+MOST_ROWS = 2_147_483_632   # their numbers are int32
 WORLDS = (1, 2, 4, 8)    # legal world sizes; n_micro must be a multiple of the one in use
 STAGE_SHARES = (0.2854, 0.6063, 0.9394, 0.9994)   # stage ends as shares of n_sched / 0.9994, from [4]
 REFERENCE_SCHED = 978    # n_sched from which on the inserted and the extension steps have full length
@@ -155,6 +157,8 @@ class Config:
     scale_wide: float = 0.085
     ngram_rows: int = 84_602_880   # of the table of n-grams, over all ranks; 0: no table
     fold_case: bool = True       # n-grams do not tell A from a
+    pointer_block: int = 2048    # the pointer looks back into the block of the stream before; 0: no pointer
+    val_pointer_block: int = 8192
     # schedule
     n_micro: int = 8             # micro-batches of one global step
     t_factor: float = 1.0        # factor on every stage's T, for GPUs with less memory
@@ -211,11 +215,12 @@ RECORD = Config()
 PRESETS = {
     "record": RECORD,
     "solo": replace(   # what one of 8 GPUs does; with 1/8 of the tokens a step Adam wants a lower rate
-        RECORD, preset="solo", n_micro=1, adam_lr=0.004, val_tokens=5_242_880,
+        RECORD, preset="solo", n_micro=1, adam_lr=0.004, val_tokens=5_242_880, ngram_rows=10_575_360,
         train_files="data/proxy/proxy_train_*.bin", val_files="data/proxy/proxy_val_*.bin"),
     "tiny": replace(
         RECORD, preset="tiny", fast="none", n_sched=39, d_model=96, d_head=16, d_mlp=352, dtype="fp32",
-        adam_lr=0.02, scale_narrow=0.37, scale_wide=0.24,
+        adam_lr=0.02, scale_narrow=0.37, scale_wide=0.24, ngram_rows=65_536, pointer_block=128,
+        val_pointer_block=512,
         p_early=2048, p_middle=2048, p_late=2048,
         train_files="data/sample/sample_train_*.bin", val_files="data/sample/sample_val_*.bin",
         val_tokens=16_384, val_seq=2048, val_long=160,
@@ -250,8 +255,8 @@ def value_of(name, text, default):
 def check_config(cfg):
     """Refuse settings that cannot work together, naming both numbers."""
     for name in ("runs", "n_sched", "n_micro", "val_tokens", "val_seq", "val_long", "top_k", "d_head",
-                 "d_mlp", "p_early", "p_middle", "p_late", "mu_rise", "mu_fall", "join_limit_s",
-                 "start_limit_s", "step_limit_s"):
+                 "d_mlp", "p_early", "p_middle", "p_late", "mu_rise", "mu_fall", "val_pointer_block",
+                 "join_limit_s", "start_limit_s", "step_limit_s"):
         if getattr(cfg, name) < 1:
             raise Refusal(f"{name}={getattr(cfg, name)}: want at least 1.")
     for name in ("p_early", "p_middle", "p_late"):
@@ -263,7 +268,7 @@ def check_config(cfg):
         value = getattr(cfg, f.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise Refusal(f"{f.name}={value}: want a finite number.")
-    for name in ("stop", "val_every", "seed"):
+    for name in ("stop", "val_every", "seed", "ngram_rows", "pointer_block"):
         if getattr(cfg, name) < 0:
             raise Refusal(f"{name}={getattr(cfg, name)}: want at least 0.")
     if cfg.n_steps % 4 != 2:     # so that the last step is one of Adam and of the tables
@@ -278,6 +283,10 @@ def check_config(cfg):
     if cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model % 12:
         raise Refusal(f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, "
                       f"n_heads even, d_head a multiple of 4, d_model a multiple of 12.")
+    if cfg.ngram_rows % ROWS_MULTIPLE or cfg.ngram_rows > MOST_ROWS:
+        near = min(max(round(cfg.ngram_rows / ROWS_MULTIPLE), 1) * ROWS_MULTIPLE, MOST_ROWS)
+        raise Refusal(f"ngram_rows={cfg.ngram_rows}: want a multiple of {ROWS_MULTIPLE} up to {MOST_ROWS}, "
+                      f"or 0 for no table. Take ngram_rows={near}.")
     if not 0 <= cfg.cooldown_from < 1:
         raise Refusal(f"cooldown_from={cfg.cooldown_from}: want at least 0 and less than 1.")
     if cfg.dtype not in ("fp32", "bf16"):
@@ -329,6 +338,7 @@ GRACE_S = 3.0            # how long a failing rank waits for rank 0 to write the
 LAST_RESORT_S = 10.0     # a failing rank ends after this, whatever blocks it
 SHOW_S = 0.5             # at most one step line per half second goes to the terminal
 SAMPLE_MS = 500          # between two readings of a GPU's clock, power and temperature
+GATHER_ROWS = 1 << 18    # rows of a table that Comm.gather takes at once
 MS = 1000
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_NAMES = (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT")   # what torchrun sets
@@ -451,6 +461,21 @@ class Comm:
         """Every rank's slice of x along the first axis goes to all ranks, in place."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return self._run(gather, x, x.chunk(self.world)[self.rank])
+
+    def all_to_all(self, x, sent, got):
+        """(pending, out): rank r gets the next sent[r] rows of x; out has got[r] rows of each, in order."""
+        out = x if self.world == 1 else x.new_empty(sum(got), *x.shape[1:])
+        return self._run(dist.all_to_all_single, out, x, got, sent), out
+
+    def gather(self, x):
+        """The ranks' x of equal shape, one behind the other, on the CPU of rank 0; off the clock."""
+        whole = torch.empty(self.world if self.rank == 0 else 0, *x.shape, dtype=x.dtype)
+        for at in range(0, len(x), GATHER_ROWS):
+            piece = x[at:at + GATHER_ROWS]
+            pieces = piece.repeat(self.world, *[1] * (x.ndim - 1))
+            self.all_gather(pieces).wait()
+            whole[:, at:at + len(piece)] = pieces.view(self.world, *piece.shape)[:len(whole)]
+        return whole.flatten(0, 1)
 
     def collect(self, value):
         """[value of rank 0, value of rank 1, ...] for small Python values, off the clock."""
@@ -814,29 +839,13 @@ def script_lines():
 
 
 # ======== 3. Numbers ============================================================ budget 60 ====
-# Number formats, and the registry of fast replacements, without knowledge of who uses them. A bf16 weight
-# that an optimizer changes by less than its last bit needs an fp32 master; it is kept as the bf16 weight
-# itself and the 16 bits that it lacks, so nothing is stored twice. The weight is the rounded master: a
-# truncated one is biased towards zero.
+# Number formats, and the registry of fast replacements, without knowledge of who uses them. Weights and
+# activations have the format of the run, sums and states of optimizers are fp32; 4.5 has the fp32 masters of
+# bf16 weights.
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NORM_EPS = 2.0 ** -23        # fp32 epsilon, for bf16 inputs too: bf16's own would drown embeddings of 0.005
 BF16_TOL = 0.01              # some roundings of 2^-9 each
-HALF_ULP = 1 << 15           # half of bf16's last place, in the bits of an fp32
-LOW_BITS = 16
-
-
-def split_master(x):
-    """fp32 -> (hi bf16, lo int16) of the same shape: hi is x rounded to nearest, the two together are x."""
-    bits = x.view(torch.int32)
-    hi = (bits + HALF_ULP) >> LOW_BITS
-    return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << LOW_BITS)).to(torch.int16)
-
-
-def join_master(hi, lo):
-    """The fp32 that split_master took apart, bit for bit."""
-    bits = (hi.view(torch.int16).to(torch.int32) << LOW_BITS) + lo.to(torch.int32)
-    return bits.view(torch.float32)
 
 
 def rms_norm(x):
@@ -991,11 +1000,11 @@ def _attention_example(rand, size):
 FAST["attention"] = Fast("reorder", attention_ref, attention, _attention_example)
 
 
-# ---- 4.2 add_rows: gradients of rows into a table -------------------------------------------------
+# ---- 4.2 add_rows: rows out of a table, gradients of rows into one --------------------------------
 
 def add_rows_ref(grad, ids, dy):
     """Add the rows dy (T, D) to the rows `ids` of grad, in place."""
-    grad.index_add_(0, ids, dy)
+    grad.index_add_(0, ids, dy.type_as(grad))
 
 
 def add_rows(grad, ids, dy):
@@ -1015,16 +1024,50 @@ def _add_rows_example(rand, size):
 FAST["add_rows"] = Fast("reorder", add_rows_ref, add_rows, _add_rows_example)
 
 
+class Lookup(torch.autograd.Function):
+    """Rows `ids` of w, whose gradients the function add puts into grad."""
+
+    @staticmethod
+    def forward(ctx, w, grad, ids, add):
+        ctx.grad, ctx.add = grad, add
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (ids,) = ctx.saved_tensors
+        ctx.add(ctx.grad, ids.flatten(), dy.flatten(0, -2))
+        return None, None, None, None
+
+
 # ---- 4.3 loss_rows: soft-capped cross-entropy of a block of rows ----------------------------------
 
 CAP, CAP_SHIFT, CAP_SLOPE = 23.0, 5.0, 7.5   # logits l are capped to z = 23 sigmoid((l + 5) / 7.5), from [4]
+GATE_FLOOR = 1e-6            # of what <copy> leaves to the tokens
 
 
-def loss_rows_ref(logits, targets, weights, n_classes, wants_grad, spare=None):
-    """(nll, dlogits) of a block of rows: the loss of each, and its gradient or None.
+def mixture(pi, a, c, s):
+    """(p, g_target, g_copy, dc, ds) of a token of probability pi = exp z / sum, from [9].
+
+    math     p = pi (1 + a s r) + a c with r = 1 / (1 - a): the share a of <copy> goes to what the pointer
+             copies, c, and the pointer's sink s gives its part back to all tokens
+    shapes   all (rows, 1)
+    -log p has the gradient g_target [v = y] + g_copy [v = <copy>] - (g_target + g_copy) pi_v in z_v, and dc,
+    ds in c and s.
+    """
+    r = 1 / (1 - a).clamp(min=GATE_FLOOR)
+    lifted = pi * (1 + a * s * r)
+    p = lifted + a * c
+    return p, -lifted / p, -a * (pi * s * r * r + c) / p, -a / p, -pi * a * r / p
+
+
+def loss_rows_ref(logits, targets, weights, n_classes, wants_grad, mix=None, *, copy=None, spare=None):
+    """(nll, dlogits, dmix) of a block of rows: the loss of each, and its gradients or None.
 
     math     z = 23 sigmoid((l + 5) / 7.5);  nll = sum_k w_k (log(sum_{c < n_classes} exp z_c) - z_target_k)
     shapes   logits, dlogits: (rows, P); targets: (rows, K) int64, weights: (rows, K) fp32; nll: (rows,)
+             mix, dmix: (rows, 2) fp32, what the pointer gives to the first target and to its sink, or None
+             copy: (1,) int64, column of <copy>; with mix the first target's term is -w_0 log p, see mixture
     dtypes   softmax and nll at least fp32; dlogits as logits, which are overwritten
     spare    memory like logits in the softmax's dtype: a CPU is slow at getting it anew for every block
     A target of weight 0 counts for nothing.
@@ -1034,52 +1077,101 @@ def loss_rows_ref(logits, targets, weights, n_classes, wants_grad, spare=None):
     torch.add(shift, sig, alpha=1 / CAP_SLOPE, out=sig).sigmoid_()
     p = torch.add(floor, sig, alpha=CAP, out=spare).exp_()                     # z < 23: no maximum is needed
     p[:, n_classes:] = 0
-    total, weight = p.sum(1, keepdim=True), weights.sum(1, keepdim=True)
-    nll = (weights * (total.log() + CAP - CAP * sig.gather(1, targets))).sum(1)
+    total, all_hits, lead = p.sum(1, keepdim=True), -weights, weights.sum(1, keepdim=True)
+    logs = CAP * sig.gather(1, targets) - CAP - total.log()                           # log pi, (rows, K)
+    if mix is not None:
+        first, rest = weights[:, :1], weights[:, 1:]
+        q, g_target, g_copy, *dmix = mixture(logs[:, :1].exp(), p.index_select(1, copy) / total,
+                                             *mix.type_as(sig).split(1, 1))
+        logs = torch.cat((q.log(), logs[:, 1:]), 1)
+        all_hits, lead = torch.cat((first * g_target, -rest), 1), lead - first * (1 + g_target + g_copy)
+        copy_hit, dmix = first * g_copy, first * torch.cat(dmix, 1)
+    nll = -(weights * logs).sum(1)
     if not wants_grad:
-        return nll, None
+        return nll, None, None
     slope = CAP / CAP_SLOPE
-    p.mul_(slope * weight / total).scatter_add_(1, targets, -slope * weights)         # slope dnll/dz
-    return nll, p.mul_(sig.addcmul_(sig, sig, value=-1)).type_as(logits)              # times sig (1 - sig)
+    p.mul_(slope * lead / total).scatter_add_(1, targets, slope * all_hits)           # slope dnll/dz
+    if mix is not None:
+        p.index_add_(1, copy, slope * copy_hit)
+    dlogits = p.mul_(sig.addcmul_(sig, sig, value=-1)).type_as(logits)                # times sig (1 - sig)
+    return nll, dlogits, None if mix is None else dmix.type_as(mix)
 
 
-def loss_rows(logits, targets, weights, n_classes, wants_grad, spare=None):
+def loss_rows(logits, targets, weights, n_classes, wants_grad, mix=None, *, copy=None, spare=None):
     """loss_rows_ref for the compiler, which makes it one pass over the logits and needs no spare memory."""
     classes = torch.arange(logits.shape[1], device=logits.device)
     sig = torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SLOPE)
     p = torch.exp(CAP * sig - CAP) * (classes < n_classes)
-    total, weight = p.sum(1, keepdim=True), weights.sum(1, keepdim=True)
-    nll = (weights * (total.log() + CAP - CAP * sig.gather(1, targets))).sum(1)
+    total, hits, lead = p.sum(1, keepdim=True), (-weights).unbind(1), weights.sum(1, keepdim=True)
+    logs, at_copy, dmix = CAP * sig.gather(1, targets) - CAP - total.log(), 0, None
+    if mix is not None:
+        first = weights[:, :1]
+        gate = (p * (classes == copy)).sum(1, keepdim=True) / total
+        q, g_target, g_copy, *dmix = mixture(logs[:, :1].exp(), gate, *mix.split(1, 1))
+        logs = torch.cat((q.log(), logs[:, 1:]), 1)
+        hits, lead = ((first * g_target)[:, 0], *hits[1:]), lead - first * (1 + g_target + g_copy)
+        at_copy, dmix = first * g_copy * (classes == copy), first * torch.cat(dmix, 1)
+    nll = -(weights * logs).sum(1)
     if not wants_grad:
-        return nll, None
-    hits = sum(w[:, None] * (classes == y[:, None]) for w, y in zip(weights.unbind(1), targets.unbind(1)))
-    return nll, ((weight * p / total - hits) * sig * (1 - sig) * (CAP / CAP_SLOPE)).type_as(logits)
+        return nll, None, None
+    at_targets = sum(h[:, None] * (classes == y[:, None]) for h, y in zip(hits, targets.unbind(1)))
+    dz = lead * p / total + at_targets + at_copy
+    return nll, (dz * sig * (1 - sig) * (CAP / CAP_SLOPE)).type_as(logits), dmix
 
 
-def loss_blocks(x, w, goals, n_classes, rows_op, *, rows, wants_grad):
-    """(loss, dx, dw) of all rows of x (T, D), `rows` at a time by rows_op; goals: (targets, weights)."""
+def loss_blocks(x, w, goals, n_classes, rows_op, *, copy, rows, wants_grad):
+    """(loss, dx, dw, dmix) of all rows of x (T, D), `rows` at a time by rows_op.
+
+    goals: (targets, weights, mix or None), see loss_rows_ref.
+    """
     dx, dw = (torch.empty_like(x), torch.zeros_like(w)) if wants_grad else (None, None)
-    nll, logits = [], x.new_empty(min(rows, len(x)), len(w))
+    nll, dmix, logits = [], [], x.new_empty(min(rows, len(x)), len(w))
     acc = torch.promote_types(x.dtype, torch.float32)
     spare = None if x.is_cuda else torch.empty_like(logits, dtype=acc)
     for start in range(0, len(x), rows):
         here = slice(start, min(start + rows, len(x)))
         n = here.stop - start
         block = torch.mm(x[here], w.T, out=logits[:n])
-        some, dlogits = rows_op(block, *(goal[here] for goal in goals), n_classes, wants_grad,
-                                None if spare is None else spare[:n])
+        targets, weights, mix = (goal if goal is None else goal[here] for goal in goals)
+        some, dlogits, dmix_here = rows_op(block, targets, weights, n_classes, wants_grad, mix, copy=copy,
+                                           spare=None if spare is None else spare[:n])
         nll.append(some)
         if wants_grad:
             torch.mm(dlogits, w, out=dx[here])
             dw.addmm_(dlogits.T, x[here])
-    return torch.cat(nll).sum(), dx, dw
+            dmix.append(dmix_here)
+    return torch.cat(nll).sum(), dx, dw, torch.cat(dmix) if wants_grad and goals[-1] is not None else None
+
+
+class SoftcapLoss(torch.autograd.Function):
+    """Sum of the losses of all rows; the gradients have a closed form and are made with it."""
+
+    @staticmethod
+    def forward(ctx, x, w, mix, grad, goals, settings):
+        (targets, weights, classes, copy), (n_classes, rows_op, rows) = goals, settings
+        w = w if classes is None else F.embedding(classes, w)                                    # (P, D)
+        loss, dx, dw, dmix = loss_blocks(x, w, (targets, weights, mix), n_classes, rows_op, copy=copy,
+                                         rows=rows, wants_grad=ctx.needs_input_grad[0])
+        ctx.grad = grad
+        ctx.save_for_backward(dx, dw, dmix, classes)
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx, dw, dmix, classes = ctx.saved_tensors
+        if classes is None:
+            ctx.grad.add_(dw * dloss)
+        else:
+            ctx.grad.index_add_(0, classes, dw * dloss)      # every row once
+        return dx * dloss, None, None if dmix is None else dmix * dloss, None, None, None
 
 
 def _loss_rows_example(rand, size):
     """Two likely targets for every row, and a last class that is none."""
     logits = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_V)
-    targets = logits[:, 1:].topk(2).indices
-    return (logits, targets, logits[:, :2].float().square(), EXAMPLE_V - 1, True), {}
+    targets, mix = logits[:, 1:].topk(2).indices, logits[:, -2:].float().softmax(1)
+    copy = torch.full((1,), EXAMPLE_V - 2, device=logits.device)
+    return (logits, targets, logits[:, :2].float().square(), EXAMPLE_V - 1, True, mix), {"copy": copy}
 
 
 FAST["loss_rows"] = Fast("reorder", loss_rows_ref, loss_rows, _loss_rows_example, "step")
@@ -1144,6 +1236,11 @@ def exclude_self(y, v, alpha):
     return y - (torch.tanh(alpha) * along)[:, :, None] * v
 
 
+def signed_sum(rows, signs):
+    """Rows times signs, all n of a token in one vector. rows, signs: (T, n, D) -> (T, D)."""
+    return (rows * signs).sum(1)
+
+
 def _heads_example(rand, size):
     """One place for every token."""
     T = EXAMPLE_T[size]
@@ -1175,14 +1272,24 @@ def _exclude_self_example(rand, size):
     return (y, v, w[:, :, 0]), {}
 
 
+def _signed_sum_example(rand, size):
+    """Two rows for every token."""
+    rows, signs = rand(2 * EXAMPLE_T[size], 2, EXAMPLE_H * EXAMPLE_E).chunk(2)
+    return (rows, signs.sign()), {}
+
+
 FAST["heads"] = Fast("reorder", heads_ref, heads, _heads_example, "glue")
 FAST["relu2"] = Fast("reorder", relu2, relu2, _relu2_example, "glue")
 FAST["smear"] = Fast("reorder", smear, smear, _smear_example, "glue")
+FAST["signed_sum"] = Fast("reorder", signed_sum, signed_sum, _signed_sum_example, "glue")
 FAST["key_offset"] = Fast("bitwise", key_offset, key_offset, _key_offset_example, "glue")
 FAST["exclude_self"] = Fast("reorder", exclude_self, exclude_self, _exclude_self_example, "glue")
 
 
 # ---- 4.5 updates: of one tensor, without communication -------------------------------------------
+# A bf16 weight that an optimizer changes by less than its last bit needs an fp32 master; it is kept as the bf16
+# weight itself and the 16 bits that it lacks, so nothing is stored twice. The weight is the rounded master: a
+# truncated one is biased towards zero.
 
 POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 rounds
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1192,6 +1299,21 @@ POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 ro
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 POLAR_MARGIN, POLAR_FLOOR = 1.02, 1e-6
+HALF_ULP = 1 << 15           # half of bf16's last place, in the bits of an fp32
+LOW_BITS = 16
+
+
+def split_master(x):
+    """fp32 -> (hi bf16, lo int16) of the same shape: hi is x rounded to nearest, the two together are x."""
+    bits = x.view(torch.int32)
+    hi = (bits + HALF_ULP) >> LOW_BITS
+    return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << LOW_BITS)).to(torch.int16)
+
+
+def join_master(hi, lo):
+    """The fp32 that split_master took apart, bit for bit."""
+    bits = (hi.view(torch.int16).to(torch.int32) << LOW_BITS) + lo.to(torch.int32)
+    return bits.view(torch.float32)
 
 
 def polar(g):
@@ -1273,78 +1395,258 @@ FAST["muon_apply"] = Fast("reorder", muon_apply, muon_apply, _muon_apply_example
 FAST["adam_step"] = Fast("reorder", adam_step, adam_step, _adam_step_example, "step")
 
 
+# ---- 4.6 ngrams: their rows in a table -------------------------------------------------------------
+
+ROW_FACTORS = ((36_313, 27_191), (17_351, 60_961, 45_259))    # of a token, the one before it, ... [4]
+SIGN_FACTORS = ((48_271, 30_011), (58_699, 39_779, 26_801))
+
+
+def ngrams(tokens, start, n_rows, n_signs):
+    """Rows of each token's bigram and trigram in a table, then of both in a pool of signs: (T, 4) int64.
+
+    math     product of each token with its factor in 32 bits, joined by XOR, modulo half the rows less 1
+    shapes   tokens, start: (T,) int32, start as in Documents
+    The last row of each half of the table, with sign row 0, is that of all n-grams that would begin before
+    their document.
+    """
+    half, position, out = n_rows // 2, torch.arange(len(tokens), device=tokens.device), []
+    for factors in (*ROW_FACTORS, *SIGN_FACTORS):
+        mixed = torch.zeros_like(tokens)
+        for back, factor in enumerate(factors):
+            # Trap: a factor above 2^15 makes products of more than 32 bits, which have to wrap.
+            mixed = mixed ^ F.pad(tokens, (back, 0))[:len(tokens)] * factor
+        inside = position - (len(factors) - 1) >= start
+        n = len(out)
+        if n < len(ROW_FACTORS):
+            mixed = torch.where(inside, mixed % (half - 1), half - 1) + n * half
+        else:
+            mixed = torch.where(inside, mixed % n_signs, 0)
+        out.append(mixed.long())
+    return torch.stack(out, 1)
+
+
+def _ngrams_example(rand, size):
+    """Tokens of documents of 161 tokens on average."""
+    (q, _, _, documents), _ = _attention_example(rand, size)
+    return (q[:, 0, 0].argsort().int() % EXAMPLE_V, documents.start, EXAMPLE_V, EXAMPLE_PART), {}
+
+
+FAST["ngrams"] = Fast("bitwise", ngrams, ngrams, _ngrams_example, "step")
+
+
+# ---- 4.7 rows: of tables too large for a gradient of their size -----------------------------------
+
+EVENT_ROWS = {"cpu": 4096, "cuda": 1 << 16}   # rows that an event updates at once
+
+
+@dataclass
+class Rows:
+    """Rows of a table that are at hand: ids (n,) int64, ascending, values (n, D), grad (n, D) fp32 or None."""
+    ids: Tensor
+    values: Tensor
+    grad: object
+
+
+class Route:
+    """The way between a reader of rows `ids` (n,), ascending, and the owners of `share` rows each."""
+
+    def __init__(self, ids, share, n_owners, exchange):
+        """exchange(x, sent, got): Comm.all_to_all, which all owners call together."""
+        owners, ones = torch.arange(n_owners + 1, device=ids.device), [1] * n_owners
+        counts = torch.searchsorted(ids, share * owners).diff()
+        pending, asked = exchange(counts, ones, ones)
+        pending.wait()
+        # The host waits for the device here: only sizes that it knows can be sent.
+        self.exchange, self.sent, self.asked = exchange, counts.tolist(), asked.tolist()
+        pending, self.ids = exchange(ids % share, self.sent, self.asked)
+        pending.wait()
+
+    def fetch(self, table):
+        """(pending, rows): rows `ids` from the shares in which they lie."""
+        return self.exchange(F.embedding(self.ids, table), self.asked, self.sent)
+
+    def deliver(self, rows):
+        """(pending, parts): rows for `ids` of all readers; here arrive those for rows self.ids of this share."""
+        return self.exchange(rows, self.sent, self.asked)
+
+
+def merged(ids, parts, add):
+    """(ids, sums): each id once, ascending, with the fp32 sum of its parts (n, D), taken in their order."""
+    ids, place = ids.unique(return_inverse=True)
+    sums = parts.new_zeros(len(ids), parts.shape[1], dtype=torch.promote_types(parts.dtype, torch.float32))
+    add(sums, place, parts)
+    return ids, sums
+
+
+def dense_pieces(whole, ids, g, n):
+    """(p, dense gradient, *states) of a table, n rows at a time; whole: (p, *states), ids, g: see merged."""
+    ends = torch.searchsorted(ids, torch.arange(0, len(whole[0]) + n, n, device=ids.device)).tolist()
+    for i, (p, *states) in enumerate(zip(*(x.split(n) for x in whole))):
+        here, dense = slice(ends[i], ends[i + 1]), torch.zeros_like(p, dtype=g.dtype)
+        dense[ids[here] - i * n] = g[here]
+        yield p, dense, *states
+
+
+def row_apply(p, m2, g, rate, decay, *, eps):
+    """New rows p (n, D) for their second moments m2 (n,) and gradients g (n, D): Adam with beta1 = 0 [5]."""
+    old = p.type_as(g)
+    u = g / m2.sqrt().add(eps)[:, None] * rate
+    return old - (u + decay * old * (u * old > 0))
+
+
+def row_event_ref(p, m2, last, ids, g, *, betas2, rate, decay, eps):
+    """One event of a table with one second moment for each row: rows `ids` of p, m2 and last change in place.
+
+    math     m2 = beta2_k m2 for every event k since the row's last one, in turn; for this event it is
+             beta2 m2 + (1 - beta2) mean(g^2);  u = rate g / (sqrt(m2) + eps);  p -= u + decay p [u p > 0]
+    shapes   p: (R, D), m2: (R,) fp32, last: (R,) int32, events until the row's last one; ids: (n,), each
+             once, g: (n, D) fp32; betas2: (events,) fp32, of all events, this one included
+    Rows without a gradient need nothing until they get one: beta1 is 0, and the decay is cautious [6], so
+    all they owe is the decay of m2. It is made up for in the order of a dense step, bit for bit.
+    """
+    moment, seen = m2[ids], last[ids]
+    for k in range(int(seen.min()) if len(ids) else len(betas2), len(betas2) - 1):
+        moment = torch.where(seen <= k, moment * betas2[k], moment)
+    moment = moment * betas2[-1] + (1 - betas2[-1]) * g.square().mean(1)
+    p[ids] = row_apply(p[ids], moment, g, rate, decay, eps=eps).type_as(p)
+    m2[ids], last[ids] = moment, len(betas2)
+
+
+def row_event(p, m2, last, ids, g, *, betas2, rate, decay, eps):
+    """row_event_ref with one product for all events that a row has missed, so that the host need not wait."""
+    logs = F.pad(betas2.double().log().cumsum(0), (1, 0))
+    missed = (logs[-2] - logs[last[ids]]).exp().float()
+    moment = m2[ids] * missed * betas2[-1] + (1 - betas2[-1]) * g.square().mean(1)
+    p[ids] = row_apply(p[ids], moment, g, rate, decay, eps=eps).type_as(p)
+    m2[ids], last[ids] = moment, torch.full_like(last[ids], len(betas2))
+
+
+def _row_event_example(rand, size):
+    """Every second row of a table, after five events, most of which it has missed."""
+    p, g = rand(2 * EXAMPLE_T[size], EXAMPLE_E).chunk(2)
+    m2, rate = rand(len(p)).float().square(), rand().float().abs()
+    last = m2.argsort().int() % len(POLAR_STEPS)
+    return (p, m2, last, torch.arange(0, len(p), 2, device=p.device), g[::2].float()), {
+        "betas2": rand(len(POLAR_STEPS) + 1).float().sigmoid(), "rate": rate, "decay": rate / EXAMPLE_PART,
+        "eps": NORM_EPS}
+
+
+FAST["row_event"] = Fast("reorder", row_event_ref, row_event, _row_event_example)
+
+
+# ---- 4.8 pointer: what a token copies from those before it ----------------------------------------
+
+POINTER_ROWS = 1024          # queries that the pointer takes at once
+
+
+def pointer_blocks(T, block):
+    """[(queries, keys)] as slices: queries of one block of the stream, keys of it and the block before."""
+    starts = [(at, i) for at in range(0, T, block) for i in range(at, min(at + block, T), POINTER_ROWS)]
+    stops = [min(i + POINTER_ROWS, at + block, T) for at, i in starts]
+    return [(slice(i, stop), slice(max(at - block, 0), stop)) for (at, i), stop in zip(starts, stops)]
+
+
+def pointer_weights(q, k, sink, start, here, there):
+    """(A, s): weights of the keys `there` (I, J) and of the sink (I, 1) for the queries `here`, together 1.
+
+    math     softmax over j of q_i k_j / sqrt(E) and of q_i sink / sqrt(E), over start[i] <= j < i
+    shapes   q, k: (T, E), sink: (E,), start: (T,); weights at least fp32
+    """
+    wide, scale = torch.promote_types(q.dtype, torch.float32), q.shape[1] ** -0.5
+    position = torch.arange(len(q), device=q.device)
+    i, j = position[here, None], position[None, there]
+    scores = (q[here] @ k[there].T).to(wide) * scale
+    scores = scores.masked_fill((j >= i) | (j < start[here, None]), -math.inf)
+    of_sink = (q[here].to(wide) @ sink.to(wide) * scale)[:, None]
+    lse = torch.logaddexp(scores.logsumexp(1, keepdim=True), of_sink)
+    return (scores - lse).exp(), (of_sink - lse).exp()
+
+
+class Pointer(torch.autograd.Function):
+    """(T, 2), at least fp32: the weight that copies a token's target, and that of the sink; see [9].
+
+    A query looks at tokens of its document before it, in its block of the stream and the one before. c_i is
+    the sum of A_ij over the j with tokens[j] = following[i]. Weights are made anew in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, sink, tokens, following, where):
+        ctx.save_for_backward(q, k, sink, tokens, following)
+        ctx.where, (start, block), mix = where, where, []
+        for here, there in pointer_blocks(len(q), block):
+            weights, of_sink = pointer_weights(q, k, sink, start, here, there)
+            hits = tokens[None, there] == following[here, None]
+            mix.append(torch.cat(((weights * hits).sum(1, keepdim=True), of_sink), 1))
+        return torch.cat(mix)
+
+    @staticmethod
+    def backward(ctx, dmix):
+        """With D_i = dc_i c_i + ds_i s_i: du_ij = A_ij (dc_i [hit] - D_i), du_sink = s_i (ds_i - D_i)."""
+        (q, k, sink, tokens, following), (start, block) = ctx.saved_tensors, ctx.where
+        dq, dk, dsink = (torch.zeros_like(x, dtype=dmix.dtype) for x in (q, k, sink))
+        scale = q.shape[1] ** -0.5
+        for here, there in pointer_blocks(len(q), block):
+            weights, of_sink = pointer_weights(q, k, sink, start, here, there)
+            hits = tokens[None, there] == following[here, None]
+            dc, ds = dmix[here].split(1, 1)
+            mean = dc * (weights * hits).sum(1, keepdim=True) + ds * of_sink
+            du, du_sink = scale * weights * (dc * hits - mean), scale * of_sink * (ds - mean)
+            low = du.type_as(q)
+            dq[here] = (low @ k[there]).to(dmix.dtype) + du_sink * sink.to(dmix.dtype)
+            dk[there] += (low.T @ q[here]).to(dmix.dtype)
+            dsink += (du_sink * q[here].to(dmix.dtype)).sum(0)
+        return dq.type_as(q), dk.type_as(k), dsink.type_as(sink), None, None, None
+
+
 # ======== 5. Ops ================================================================ budget 75 ====
-# Autograd around section 4, as the model uses it. The backward passes written here add gradients where they
-# belong, so that autograd sums none of a table's size. They know nothing of layers or steps.
-# Small functions that autograd and the compiler take as they are stand in section 4 alone.
+# Section 4 as the model uses it. The backward passes add gradients where they belong, so that autograd sums
+# none of a table's size. They know nothing of layers or steps. Small functions that autograd and the compiler
+# take as they are stand in section 4 alone.
 
 LOSS_ROWS = {"cpu": 128, "cuda": 4096}   # rows of logits at once; on a CPU they should stay in its cache
 
-
-# ---- 5.1 documents: what attention knows of a stream ----------------------------------------------
 
 def documents(doc_start):
     """The Documents of a stream, made once for all layers."""
     return Documents(doc_start)
 
 
-# ---- 5.2 tables: rows in, gradients of rows out --------------------------------------------------
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, w, grad, ids, add):
-        ctx.grad, ctx.add = grad, add
-        ctx.save_for_backward(ids)
-        return F.embedding(ids, w)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.add(ctx.grad, *ctx.saved_tensors, dy)
-        return None, None, None, None
-
-
 def lookup(w, grad, ids, add):
-    """Rows `ids` of the table w: (T, D). Their gradient is added to grad in place: a gradient of the table's
-    size for each of a step's micro-batches would cost more than the step on a CPU."""
-    return _Lookup.apply(w, grad, ids, add)
+    """Rows `ids` of the table w: (*ids, D). Their gradient is added to grad in place: a gradient of the
+    table's size for each of a step's micro-batches would cost more than the step on a CPU."""
+    return Lookup.apply(w, grad, ids, add)
 
 
-# ---- 5.3 loss: soft-capped cross-entropy, one block of rows after the other ----------------------
+def pointer(q, k, sink, tokens, following, where):
+    """What a token copies of the one that follows, and its sink's weight: (T, 2), see Pointer.
+
+    q, k: (T, E), sink: (E,), tokens, following: (T,), where: (doc_start, tokens of a block).
+    """
+    return Pointer.apply(q, k, sink, tokens, following, where)
+
+
+def copies(q, k, sink, tokens, where, n):
+    """(c (n,), s ()) of the last token of a stream: what it copies of each of n tokens, and its sink."""
+    (start, block), T = where, len(q)
+    there = slice(max(((T - 1) // block - 1) * block, 0), T)
+    weights, of_sink = pointer_weights(q, k, sink, start, slice(T - 1, T), there)
+    return weights.new_zeros(n).index_add(0, tokens[there].long(), weights[0]), of_sink[0, 0]
+
 
 def softcap(logits):
     """z = 23 sigmoid((l + 5) / 7.5): between 0 and 23 whatever the logits."""
     return CAP * torch.sigmoid((logits + CAP_SHIFT) / CAP_SLOPE)
 
 
-class _SoftcapLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, grad, goals, n_classes, rows_op):
-        *goals, classes = goals
-        w = w if classes is None else F.embedding(classes, w)                                    # (P, D)
-        loss, dx, dw = loss_blocks(x, w, goals, n_classes, rows_op, rows=LOSS_ROWS[x.device.type],
-                                   wants_grad=ctx.needs_input_grad[0])
-        ctx.grad = grad
-        ctx.save_for_backward(dx, dw, classes)
-        return loss
-
-    @staticmethod
-    def backward(ctx, dloss):
-        dx, dw, classes = ctx.saved_tensors
-        if classes is None:
-            ctx.grad.add_(dw * dloss)
-        else:
-            ctx.grad.index_add_(0, classes, dw * dloss)      # every row once
-        return dx * dloss, None, None, None, None, None
-
-
-def softcap_loss(x, w, grad, targets, weights, *, classes, n_classes, rows_op):
+def softcap_loss(x, w, grad, targets, weights, *, classes, n_classes, rows_op, mix=None, copy=None):
     """Sum over the rows of the weighted cross-entropies of soft-capped logits, see loss_rows_ref.
 
     x: (T, D), w, grad: (V, D), targets, weights: (T, K), classes: (P,) int64, ascending, or None for all V.
-    Targets are positions in classes. The softmax is over the first n_classes of the classes. The gradient has
-    a closed form and is made with the loss; that of w is added to grad in place.
+    Targets are positions in classes. The softmax is over the first n_classes of the classes. The gradient of
+    w is added to grad in place. mix: (T, 2) or None, copy: (1,), see loss_rows_ref.
     """
-    return _SoftcapLoss.apply(x, w, grad, (targets, weights, classes), n_classes, rows_op)
+    goals, settings = (targets, weights, classes, copy), (n_classes, rows_op, LOSS_ROWS[x.device.type])
+    return SoftcapLoss.apply(x, w, mix, grad, goals, settings)
 
 
 # ======== 6. Model ============================================================== budget 390 ====
@@ -1361,6 +1663,7 @@ GROUPS = 12                  # of channels, with coefficients of their own in th
 INIT_LINEAR = 3.0 ** 0.5 / 2   # uniform bound of a matrix, times fan_in ** -0.5, from [4]
 INIT_HEAD = 0.005
 INIT_VALUE = 0.01
+INIT_POINTER = 3.0 ** 0.5    # uniform bound of the pointer's matrices, times fan_in ** -0.5, from [9]
 INIT_GATES = {"out": 0.25, "gram": 0.05, "skip": 0.5, "xsa": 0.0, "x0": 0.0}
 INIT_SKIP = -1.5
 INIT_STREAM = 1.1 ** 0.5     # factor on the stream in each half of a layer
@@ -1436,13 +1739,16 @@ class View:
     turn_narrow: Tensor
     turn_paired: Tensor
     turn_wide: Tensor
+    pointer_block: int
 
 
 @dataclass(frozen=True)
 class ParamRow:
     """How the optimizer treats one parameter.
 
-    kind     bank: Muon, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank
+    kind     bank: Muon, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank. shared:
+             Adam, every rank has a share of the rows and is sent those it reads. lazy: likewise, but only
+             rows that have a gradient change
     lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
     wd_mul   factor on the weight decay
     """
@@ -1475,10 +1781,13 @@ class Model(nn.Module):
     """Rows of the banks: qk holds, per attention, the H/2 head pairs of Q and then of K, d_head rows a head;
     vo holds V and O, mlp up and down, and behind the layers' own the second one of a layer that has two.
     Down is stored like up, (F, D), and used from the other side. Narrow heads use the leading rows of a head,
-    half-width v the leading rows of V and columns of O; the others rest at zero gradient."""
+    half-width v the leading rows of V and columns of O; the others rest at zero gradient.
+    part = (i, n): w_value and w_gram are the i-th of n shares of their rows. near: {name: Rows} that are at
+    hand in place of such a table, see Optimizer.pull."""
 
-    def __init__(self, cfg, device, ops=None):
+    def __init__(self, cfg, device, ops=None, part=(0, 1)):
         super().__init__()
+        self.near, self.ngram_rows, self.has_pointer = {}, cfg.ngram_rows, cfg.pointer_block > 0
         self.n_heads, self.d_head, self.ops = cfg.n_heads, cfg.d_head, ops or references()
         D, H, dtype, bound = cfg.d_model, cfg.n_heads, DTYPES[cfg.dtype], INIT_LINEAR * cfg.d_model ** -0.5
 
@@ -1493,6 +1802,16 @@ class Model(nn.Module):
         weight("w_embed", (VOCAB_PADDED, D), INIT_HEAD, "normal")
         self.w_head = nn.Parameter(self.w_embed.detach().clone())
         weight("w_value", (len(VALUES) * VOCAB_PADDED, D), INIT_VALUE, "normal")
+        self.w_value.data = self.w_value.data.chunk(part[1])[part[0]].clone()
+        if self.ngram_rows:
+            self.w_gram = nn.Parameter(torch.zeros(cfg.ngram_rows // part[1], D, dtype=dtype, device=device))
+            signs = drawn(cfg, "signs", (SIGN_ROWS, D), 1.0, "normal", device)
+            self.register_buffer("signs", (1.0 - 2.0 * (signs < 0)).to(device, dtype), persistent=False)
+        if self.has_pointer:
+            E, fp32 = cfg.d_head, torch.float32
+            weight("w_pointer", (2, E, D), INIT_POINTER * D ** -0.5, "uniform", dtype=fp32)   # of q and of k
+            weight("w_sink", (E,), E ** -0.5, "normal", dtype=fp32)
+            small("mix_pointer", 1.0)
         n = len(ATTENDS)
         weight("qk", (padded(n * H), 2 * self.d_head, D), bound, "uniform", n * H)
         weight("vo", (padded(2 * n), D, D), bound, "uniform", 2 * n)
@@ -1522,23 +1841,48 @@ class Model(nn.Module):
             small(f"coef_{which}_w2", torch.zeros(len(bias), GATE_WIDTH))
         small("coef_group_w2", torch.zeros(len(INIT_FINAL) * GROUPS, GATE_WIDTH))
 
-    def forward(self, batch, view, n_classes=VOCAB_PADDED):
-        """Summed loss of one stream: fp32 ().
+    def forward(self, batch, view, only_tokens=False):
+        """Summed loss of one stream: fp32 (). only_tokens: as at validation, no class but tokens has a part.
 
-        batch: (tokens (T,) int32, doc_start (T,) int32, targets (T, K) int64, weights (T, K) fp32,
-        classes (P,) int64 or None), see softcap_loss.
+        batch: (tokens (T,) int32, doc_start (T,) int32, folded (T,) int32, tokens for n-grams, targets (T, K)
+        int64, weights (T, K) fp32, classes (P,) int64 or None), see softcap_loss.
         """
-        tokens, doc_start, targets, weights, classes = batch
-        x = self.stream(tokens, doc_start, view)
+        tokens, doc_start, folded, targets, weights, classes = batch
+        x, mix, copy = self.stream(tokens, doc_start, folded, view), None, None
+        if self.has_pointer:
+            copy = torch.full((1,), COPY, device=x.device)
+            following = targets[:, 0] if classes is None else classes[targets[:, 0]]
+            copy = copy if classes is None else torch.searchsorted(classes, copy)
+            mix = pointer(*self.pointer_parts(x), tokens, following, (doc_start, view.pointer_block))
+        n_classes = COPY + self.has_pointer if only_tokens else VOCAB_PADDED
         return softcap_loss(x, self.w_head, self.w_head.grad, targets, weights, classes=classes,
-                            n_classes=n_classes, rows_op=self.ops.loss_rows)
+                            n_classes=n_classes, rows_op=self.ops.loss_rows, mix=mix, copy=copy)
 
-    def logits(self, tokens, doc_start, view):
-        """Soft-capped logits of the last token of a stream: (VOCAB,)."""
-        x = self.stream(tokens, doc_start, view)[-1]
-        return softcap(F.linear(x, self.w_head[:VOCAB]).float())
+    def probabilities(self, tokens, doc_start, folded, view):
+        """Of each token to follow the last one of a stream, as validation counts them: fp32 (VOCAB,)."""
+        x = self.stream(tokens, doc_start, folded, view)
+        pi = softcap(F.linear(x[-1], self.w_head[:COPY + self.has_pointer]).float()).softmax(0)
+        if not self.has_pointer:
+            return pi
+        where, gate = (doc_start, view.pointer_block), pi[COPY]
+        c, s = copies(*self.pointer_parts(x), tokens, where, VOCAB)
+        return pi[:VOCAB] * (1 + gate * s / (1 - gate)) + gate * c
 
-    def stream(self, tokens, doc_start, view):
+    def wanted(self, batches):
+        """{table: ids, ascending, of the rows of it that forward passes over these batches read}."""
+        tokens = torch.cat([tokens for tokens, *_ in batches])
+        plane = VOCAB_PADDED * torch.arange(len(VALUES), device=tokens.device)[:, None]
+        ids = {"w_value": (plane + tokens.unique()).flatten()}
+        if self.ngram_rows:
+            grams = [self.grams(folded, start) for _, start, folded, *_ in batches]
+            ids["w_gram"] = torch.cat(grams)[:, :2].unique()
+        return ids
+
+    def grams(self, folded, doc_start):
+        """Rows of the table and of the signs, see ngrams: (T, 4) int64."""
+        return self.ops.ngrams(folded, doc_start, self.ngram_rows, len(self.signs))
+
+    def stream(self, tokens, doc_start, folded, view):
         """What the head reads: the normed, mixed residual stream behind the last layer, (T, D)."""
         docs, add = documents(doc_start), self.ops.add_rows
         e = lookup(self.w_embed, self.w_embed.grad, tokens, add)                   # (T, D)
@@ -1546,6 +1890,9 @@ class Model(nn.Module):
         x0 = rms_norm(self.ops.smear(e, docs.goes_on, self.mix_smear.type_as(e) * gate))
         run = SimpleNamespace(docs=docs, view=view, x0=x0, gram=torch.zeros_like(x0), gates={}, behind={},
                               values=self.value_rows(tokens), banks=self.matrices())
+        if self.ngram_rows:           # a bigram's row and a trigram's, each times its signs
+            rows, signs = self.grams(folded, doc_start).chunk(2, 1)                # (T, 2) each
+            run.gram = self.ops.signed_sum(self.rows("w_gram", rows), F.embedding(signs, self.signs))
         self.open_gates(run, "pre", x0)
         x = run.first = x0 + run.gates["gram", START] * run.gram
         for i, layer in enumerate(LAYERS):
@@ -1563,12 +1910,21 @@ class Model(nn.Module):
         qk = self.qk[:n * self.n_heads].view(n, 2, self.n_heads, self.d_head, -1)
         return {"qk": qk.unbind(0), "vo": self.vo.unbind(0), "mlp": self.mlp.unbind(0)}
 
+    def rows(self, name, ids):
+        """Rows `ids`, int64, of a table: of those at hand, or of the whole one: (*ids, D)."""
+        w, near, add = getattr(self, name), self.near.get(name), self.ops.add_rows
+        if near is None:
+            return lookup(w, w.grad, ids, add)
+        return lookup(near.values, near.grad, torch.searchsorted(near.ids, ids.contiguous()), add)
+
     def value_rows(self, tokens):
         """{layer: (T, D) rows of its plane of value embeddings}."""
-        planes = self.w_value.unflatten(0, (len(VALUES), -1))
-        grads = None if self.w_value.grad is None else self.w_value.grad.view_as(planes)
-        return {i: lookup(planes[plane], None if grads is None else grads[plane], tokens, self.ops.add_rows)
-                for i, plane in VALUES.items()}
+        return {i: self.rows("w_value", VOCAB_PADDED * plane + tokens.long()) for i, plane in VALUES.items()}
+
+    def pointer_parts(self, x):
+        """Query and key of every token, normed, and the sink's key: (T, E), (T, E), (E,)."""
+        q, k = (rms_norm(F.linear(x, w)) for w in self.w_pointer.type_as(x))
+        return self.mix_pointer.type_as(x) * q, k, self.w_sink
 
     def hidden(self, w1, x):
         """The hidden units of a network behind gates or coefficients: (T, 64)."""
@@ -1689,6 +2045,7 @@ def stream_bytes(cfg, T):
     return T * size * kept + block, T * size * per_layer + block
 
 
+POINTER = ("w_pointer", "w_sink", "mix_pointer")
 PARAMS = (                   # in the order in which their gradients are sent; rates from [4]
     # name                kind     lr_mul  betas          wd_mul
     ("qk",                "bank",  1.0,    None,          1.0),
@@ -1696,7 +2053,8 @@ PARAMS = (                   # in the order in which their gradients are sent; r
     ("mlp",               "bank",  1.0,    None,          1.0),
     ("w_head",            "table", 1.0,    (0.5, 0.95),   150.0),
     ("w_embed",           "table", 1.0,    (0.5, 0.95),   150.0),
-    ("w_value",           "table", 70.0,   (0.75, 0.95),  5.0),
+    ("w_value",           "shared", 70.0,  (0.75, 0.95),  5.0),
+    ("w_gram",            "lazy",  70.0,   (0.0, 0.95),   5.0),
     ("mix_v",             "small", 5.0,    (0.9, 0.99),   0.0),
     ("mix_o",             "small", 5.0,    (0.9, 0.99),   0.0),
     ("mix_smear",         "small", 5.0,    (0.9, 0.99),   0.0),
@@ -1718,19 +2076,22 @@ PARAMS = (                   # in the order in which their gradients are sent; r
     ("coef_group_w2",     "small", 0.25,   (0.9, 0.99),   1.0),
     ("coef_remix_bias",   "small", 0.25,   (0.9, 0.99),   0.0),
     ("coef_final_bias",   "small", 0.25,   (0.9, 0.99),   0.0),
+    ("w_pointer",         "small", 1.0,    (0.9, 0.99),   1.0),
+    ("w_sink",            "small", 1.0,    (0.9, 0.99),   0.0),
+    ("mix_pointer",       "small", 1.0,    (0.9, 0.99),   0.0),
 )
 
 
 def param_table(model, cfg):
     """One ParamRow for every parameter of the model."""
-    rows = {name: ParamRow(name, getattr(model, name), *rest) for name, *rest in PARAMS}
+    absent = ("w_gram",) * (not model.ngram_rows) + POINTER * (not model.has_pointer)
+    rows = {name: ParamRow(name, getattr(model, name), *rest) for name, *rest in PARAMS if name not in absent}
     # Muon's factor max(1, R / C) ** 0.5 for tall matrices, and down learns twice as fast as up [4]
     up = max(1.0, cfg.d_mlp / cfg.d_model) ** 0.5
     lr_mul = torch.tensor([up, 2 * up], device=model.mlp.device).repeat(len(model.mlp) // 2)[:, None, None]
     rows["mlp"] = replace(rows["mlp"], lr_mul=lr_mul)
-    astray = {name for name, _ in model.named_parameters()} ^ set(rows)
-    if astray:
-        raise RuntimeError(f"PARAMS and the model disagree about {', '.join(sorted(astray))}")
+    if astray := {name for name, _ in model.named_parameters()} - set(rows):
+        raise RuntimeError(f"PARAMS has no row for {', '.join(sorted(astray))}")
     return list(rows.values())
 
 
@@ -1742,6 +2103,8 @@ def param_table(model, cfg):
 #     one flat vector that every rank updates alike. So all ranks hold equal weights after every step.
 # (4) Weights, gradients and states stay at their addresses for the whole run.
 # (5) A zero gradient gives a zero update; decay remains.
+# (6) Of shared and lazy tables a rank holds a range of rows. Those that a step reads are sent to it before the
+#     step, their gradients to the owners after it; the owners keep them until the next event of the tables.
 
 TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
 TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
@@ -1757,17 +2120,24 @@ class Optimizer:
         self.banks = [row for row in rows if row.kind == "bank"]
         self.tables = [row for row in rows if row.kind == "table"]
         self.small = [row for row in rows if row.kind == "small"]
-        self.state = {}
+        self.sparse = [row for row in rows if row.kind in ("shared", "lazy")]
+        # Of the sparse tables: this step's routes, what has arrived for the next event, a number for each event
+        self.state, self.routes, self.arrived, self.events = {}, {}, {row.name: [] for row in self.sparse}, []
         for row in self.banks + self.tables:
             row.param.grad = torch.zeros_like(row.param)
+        for row in self.banks + self.tables + self.sparse:
             self.state[row.name] = self._shard_state(row)
         self._flatten_small()
 
     def _shard_state(self, row):
-        """States of this rank's slice of a bank or table, zero: momentum m, second moment m2, low bits lo."""
-        mine = self._mine(row.param.data)
+        """States of this rank's slice of a bank or table, zero: momentum m, second moment m2, low bits lo; of
+        a lazy table m2 for each row, and how many events there had been at its last one."""
+        mine = row.param.data if row in self.sparse else self._mine(row.param.data)
+        if row.kind == "lazy":
+            return {"m2": mine.new_zeros(len(mine), dtype=torch.float32),
+                    "last": mine.new_zeros(len(mine), dtype=torch.int32)}
         state = {"m": torch.zeros_like(mine, dtype=torch.float32)}
-        if row.kind == "table":
+        if row.kind != "bank":
             state["m2"] = torch.zeros_like(state["m"])
         elif mine.dtype == torch.bfloat16:
             state["lo"] = torch.zeros_like(mine, dtype=torch.int16)   # the master's lower bits
@@ -1789,19 +2159,48 @@ class Optimizer:
             row.param.data, row.param.grad = p.view_as(row.param), g.view_as(row.param)
 
     def tensors(self):
-        """Everything that a step changes but the count of Adam steps: weights, gradients, states."""
+        """Everything that a step changes but lazy tables and counts: weights, gradients, states."""
         big = [x for row in self.banks + self.tables for x in (row.param.data, row.param.grad)]
-        states = [x for state in (*self.state.values(), self.flat_state) for x in state.values()]
-        return big + states + [self.flat, self.flat_grad]
+        big += [row.param.data for row in self.sparse if row.kind != "lazy"]
+        states = [x for row in self.banks + self.tables + self.sparse if row.kind != "lazy"
+                  for x in self.state[row.name].values()]
+        return big + states + [*self.flat_state.values(), self.flat, self.flat_grad]
+
+    def lazy(self):
+        """{table: [rows, second moments, last events]} of this rank's share of the lazy tables."""
+        return {row.name: [row.param.data, *self.state[row.name].values()]
+                for row in self.sparse if row.kind == "lazy"}
+
+    def pull(self, wanted, wants_grad):
+        """{table: Rows} for {table: ids, ascending}: all ranks ask together, each for rows of its own.
+
+        With wants_grad the next step takes the gradients of these rows to their owners.
+        """
+        near, under_way = {}, []
+        for row in self.sparse:
+            route = Route(wanted[row.name], len(row.param), self.comm.world, self.comm.all_to_all)
+            under_way.append((row.name, route, *route.fetch(row.param.data)))
+        for name, route, pending, values in under_way:
+            pending.wait()
+            wide = torch.promote_types(values.dtype, torch.float32)
+            grad = torch.zeros_like(values, dtype=wide) if wants_grad else None
+            near[name] = Rows(wanted[name], values.requires_grad_(wants_grad), grad)
+            if wants_grad:
+                self.routes[name] = route, grad
+        return near
 
     @torch.no_grad()
-    def step(self, step, lr, mu):
-        """Reduce the gradients, update, send the weights. lr: factor on all rates; mu: momentum of Muon."""
+    def step(self, step, lr, mu, event=0):
+        """Reduce the gradients, update, send the weights. lr: factor on all rates; mu: momentum of Muon;
+        event: 0, or for how many pairs of steps sparse tables are updated now: their decays go with it."""
         adam = step % 2 == 1
         sharded = self.banks + self.tables if adam else self.banks
         # All reductions start before the first update, so that they can hide behind it (on a GPU).
         sent = [self.comm.reduce_scatter(row.param.grad) for row in sharded]
         flat = self.comm.all_reduce(self.flat_grad) if adam else None
+        for row in self.sparse if self.routes else ():
+            route, grad = self.routes.pop(row.name)
+            self.arrived[row.name].append((route.ids, *route.deliver(grad.to(row.param.dtype))))
         gathers = []
         self.n_adam += adam
         for row, (pending, g) in zip(sharded, sent):
@@ -1818,6 +2217,10 @@ class Optimizer:
             pending.wait()
         for row in sharded:
             row.param.grad.zero_()
+        if event:
+            self.events.append(event)
+            for row in self.sparse:
+                self._event(row, lr, event)
 
     def _update_bank(self, row, g, lr, mu):
         p, state, rate = self._mine(row.param.data), self.state[row.name], self.muon_lr * lr
@@ -1827,25 +2230,46 @@ class Optimizer:
         u = polar(self.ops.muon_momentum(g, state["m"], mu, self.share, p.dtype))
         self.ops.muon_apply(p, state.get("lo"), u, rate * lr_mul, self.muon_wd * rate * row.wd_mul)
 
-    def _adam(self, row, tensors, lr, op):
-        """One Adam step by op of (p, g, m, m2), which the row's settings hold for."""
-        lr, (beta1, beta2), n = self.adam_lr * row.lr_mul * lr, row.betas, self.n_adam
+    def _rates(self, row, lr, n):
+        """(rate, decay) of Adam's n-th step on a row's parameter, as tensors, see adam_step."""
+        lr, (beta1, beta2) = self.adam_lr * row.lr_mul * lr, row.betas
         rate, decay = lr * (1 - beta2 ** n) ** 0.5 / (1 - beta1 ** n), lr * lr * self.adam_wd * row.wd_mul
-        rate, decay = (torch.full((), x, device=tensors[0].device) for x in (rate, decay))
-        op(*tensors, rate, decay, betas=row.betas, eps=self.adam_eps, share=self.share)
+        return [torch.full((), x, device=row.param.device) for x in (rate, decay)]
+
+    def _adam(self, row, tensors, lr, *, n, op):
+        """One Adam step by op of (p, g, m, m2), which the row's settings hold for."""
+        op(*tensors, *self._rates(row, lr, n), betas=row.betas, eps=self.adam_eps, share=self.share)
 
     def _update_table(self, row, g, lr):
         """Adam on this rank's rows, some at a time: 5 times faster on a CPU than all at once (2026-11)."""
         whole = (self._mine(row.param.data), g, *self.state[row.name].values())
         for some in zip(*(x.split(TABLE_ROWS[g.device.type]) for x in whole)):
-            self._adam(row, some, lr, self.ops.adam_step)
+            self._adam(row, some, lr, n=self.n_adam, op=self.ops.adam_step)
+
+    def _event(self, row, lr, event):
+        """Update this rank's rows of a sparse table with all gradients that have arrived for them."""
+        arrived, self.arrived[row.name] = self.arrived[row.name], []
+        for _, pending, _ in arrived:
+            pending.wait()
+        ids, _, parts = zip(*arrived)
+        ids, g = merged(torch.cat(ids), torch.cat(parts), self.ops.add_rows)
+        whole, kind = (row.param.data, *self.state[row.name].values()), ids.device.type
+        betas2 = torch.tensor([row.betas[1] ** n for n in self.events], device=ids.device)
+        row = replace(row, betas=tuple(beta ** event for beta in row.betas), wd_mul=row.wd_mul * event)
+        if row.kind == "shared":
+            for some in dense_pieces(whole, ids, g, TABLE_ROWS[kind]):
+                self._adam(row, some, lr, n=len(self.events), op=self.ops.adam_step)
+            return
+        rate, decay = self._rates(row, lr, len(self.events))
+        for some, rows in zip(ids.split(EVENT_ROWS[kind]), (g * self.share).split(EVENT_ROWS[kind])):
+            self.ops.row_event(*whole, some, rows, betas2=betas2, rate=rate, decay=decay, eps=self.adam_eps)
 
     def _update_small(self, lr):
         """Adam on the flat vector, piece by piece because the pieces have rates of their own."""
         at, whole = 0, (self.flat, self.flat_grad, *self.flat_state.values())
         for row in self.small:
             here = slice(at, at := at + row.param.numel())
-            self._adam(row, [x[here] for x in whole], lr, adam_step)
+            self._adam(row, [x[here] for x in whole], lr, n=self.n_adam, op=adam_step)
         self.flat_grad[:len(self.flat)] = 0
 
 
@@ -2114,17 +2538,20 @@ def unigram_loss(cfg):
     return -float(np.log(counts / counts.sum())[targets].mean())
 
 
-def read_validation(cfg, comm):
+def read_validation(cfg, comm, vocabulary):
     """This rank's validation streams: [batch, ...] as Model.forward takes them, on the CPU, in order.
 
     Stream i of val_tokens / val_seq goes to rank i mod world. Streams do not begin at a document's start.
+    Every rank gets the same number, some perhaps an empty one at the end.
     """
     flat, streams = validation_tokens(cfg), []
-    for i in range(comm.rank, cfg.val_tokens // cfg.val_seq, comm.world):
+    rounds = -(-(cfg.val_tokens // cfg.val_seq) // comm.world)
+    for i in range(comm.rank, rounds * comm.world, comm.world):
         piece = flat[i * cfg.val_seq:(i + 1) * cfg.val_seq + 1]
         check_range(piece, f"stream {i} of {cfg.val_files}")
         inputs, targets = piece[:-1].astype(np.int32), piece[1:, None].astype(np.int64)
-        values = inputs, doc_starts(inputs), targets, np.ones(targets.shape, np.float32)
+        ones, folded = np.ones(targets.shape, np.float32), vocabulary.folded[inputs]
+        values = inputs, doc_starts(inputs), folded, targets, ones
         streams.append((*map(torch.from_numpy, values), None))
     return streams
 
@@ -2142,8 +2569,8 @@ def class_of(kind):
 class Vocabulary:
     """The byte strings of GPT-2's tokens in id order. The merge rank of a token is its id."""
 
-    def __init__(self, path):
-        packed, self.bytes, at = check_vocabulary(path), [], 0
+    def __init__(self, path, fold_case):
+        packed, self.bytes, at, self.fold_case = check_vocabulary(path), [], 0, fold_case
         while at < len(packed):      # a length byte, then the token
             self.bytes.append(packed[at + 1:at + 1 + packed[at]])
             at += 1 + packed[at]
@@ -2174,10 +2601,11 @@ class Vocabulary:
         """For every token the first one whose text is the same but for case, accents and blanks: (V,) int32.
 
         The text is normed by NFKC and NFD, loses its accents, becomes lower case, and has one space for blanks
-        [8]. Tokens that are no text by themselves, or from which nothing is left, stay what they are.
+        [8]. Tokens that are no text by themselves, or from which nothing is left, stay what they are. Without
+        fold_case all do.
         """
         table, first = np.arange(VOCAB_PADDED, dtype=np.int32), {}
-        for i, token in enumerate(self.bytes[:BOS]):
+        for i, token in enumerate(self.bytes[:BOS] if self.fold_case else ()):
             with contextlib.suppress(UnicodeDecodeError):
                 text = token.decode()
                 if not text.isascii():
@@ -2233,33 +2661,7 @@ def weighted_targets(following, plan, prefix_of):
     return targets, weights
 
 
-# ---- 8.6 n-grams: their rows in the table and in the pool of signs --------------------------------
-
-ROW_FACTORS = ((36_313, 27_191), (17_351, 60_961, 45_259))    # of a token, the one before it, ... [4]
-SIGN_FACTORS = ((48_271, 30_011), (58_699, 39_779, 26_801))
-
-
-def ngrams(cfg, vocabulary, tokens, doc_start):
-    """Rows of each token's bigram and trigram in the table, and of both in the pool of signs: (T, 4) int32.
-
-    Sums of 32 bits, joined by XOR, modulo half the rows less one. The last row of each half, with sign row 0,
-    is that of all n-grams that would begin before their document.
-    """
-    T, half = len(tokens), cfg.ngram_rows // 2
-    x, out = vocabulary.folded[tokens] if cfg.fold_case else tokens.astype(np.int32), np.zeros((T, 2 * len(ROW_FACTORS)), np.int32)
-    for n, pair in enumerate(zip(ROW_FACTORS, SIGN_FACTORS)):
-        inside = np.arange(T) - n > doc_start
-        row, sign = np.zeros((2, T), np.int32)
-        for mixed, factors in zip((row, sign), pair):
-            for back, factor in enumerate(factors):
-                mixed[back:] ^= x[:max(T - back, 0)] * np.int32(factor)      # Trap: wraps, as it must
-        if half:
-            out[:, n] = n * half + np.where(inside, row % (half - 1), half - 1)
-            out[:, 2 + n] = np.where(inside, sign % SIGN_ROWS, 0)
-    return out
-
-
-# ---- 8.7 Loader: the worker thread ---------------------------------------------------------------
+# ---- 8.6 Loader: the worker thread ---------------------------------------------------------------
 
 class Loader:
     """Prepares the batches of a plan on a worker thread, while the clock runs.
@@ -2274,9 +2676,9 @@ class Loader:
         self.plan, self.n_micro, self.device = plan, cfg.n_micro, comm.device
         n = cfg.n_micro // comm.world
         self.mine = range(comm.rank * n, (comm.rank + 1) * n)
-        self.vocabulary, self.prefix_of = Vocabulary(cfg.vocab_file), None
+        self.vocabulary, self.prefix_of = Vocabulary(cfg.vocab_file, cfg.fold_case), None
         self.sweeps = [VOCAB_PADDED * m // cfg.n_micro for m in range(cfg.n_micro)]
-        kinds = torch.int32, torch.int32, torch.int64, torch.float32, torch.int64
+        kinds = torch.int32, torch.int32, torch.int32, torch.int64, torch.float32, torch.int64
         on_gpu = comm.device.type == "cuda"
         sizes = [n * max(map(math.prod, shapes)) for shapes in zip(*map(self.shapes, plan))]
         self.slots = [[torch.empty(size, dtype=t, pin_memory=on_gpu) for size, t in zip(sizes, kinds)]
@@ -2292,9 +2694,9 @@ class Loader:
 
     @staticmethod
     def shapes(plan):
-        """Shapes of a micro-batch: tokens, doc_start, targets, weights, classes (none if they are all)."""
-        targets = plan.T, len(plan.future) + len(plan.prefix)
-        return (plan.T,), (plan.T,), targets, targets, (plan.n_classes % VOCAB_PADDED,)
+        """Shapes of a micro-batch: tokens, doc_start, folded, targets, weights, classes (none if all)."""
+        T, targets = (plan.T,), (plan.T, len(plan.future) + len(plan.prefix))
+        return T, T, T, targets, targets, (plan.n_classes % VOCAB_PADDED,)
 
     def views(self, buffers, plan):
         """Of every buffer the part that a step of the plan uses, one row a micro-batch."""
@@ -2331,8 +2733,9 @@ class Loader:
                 continue
             piece = self.corpus.read(*spans)
             crcs.append(zlib.crc32(piece))
-            starts = np.cumsum(spans[1]) - spans[1]
-            values = piece[:-1], np.repeat(starts, spans[1])[:-1], *self._targets(piece[1:], plan, m)
+            starts = np.repeat(np.cumsum(spans[1]) - spans[1], spans[1])[:-1]
+            inputs, targets = piece[:-1], self._targets(piece[1:], plan, m)
+            values = inputs, starts, self.vocabulary.folded[inputs], *targets
             for buffer, value in zip(slot, values):
                 buffer[m - self.mine[0]].numpy()[...] = value
         return crcs, self.corpus.epoch
@@ -2379,6 +2782,8 @@ ROTARY_BASE = 1024           # the slowest pair of channels turns by 1 / 1024 ra
 YARN_TURNS = (1.0, 32.0)     # turns in a window at which a frequency is stretched fully, and not at all [4]
 YARN_GAIN = 0.2
 LATE_SHARE = (2, 3)          # of stage 2 have passed when its loss takes more classes
+EVENT_EVERY = 4              # steps between two events of the tables, half as many at first
+EVENT_SWITCH = 336           # step from which they are rarer, at n_steps = 1050 [4]
 
 
 def stage_at(cfg, step):
@@ -2411,6 +2816,17 @@ def n_classes_at(cfg, step):
         return VOCAB_PADDED
     late = (end - start) * LATE_SHARE[0] <= (step - start) * LATE_SHARE[1]
     return cfg.p_early if stage < 2 else cfg.p_late if late else cfg.p_middle
+
+
+def event_at(cfg, step):
+    """0, or the number of pairs of steps for which the sparse tables are updated after a step: 1, later 2.
+
+    The last step of all updates them in any case, so that no gradient is lost.
+    """
+    switch = EVENT_SWITCH * min(1.0, cfg.n_steps / REFERENCE_STEPS)
+    if step < EVENT_EVERY * round(switch / EVENT_EVERY):
+        return step % 2
+    return 2 * (step % EVENT_EVERY == EVENT_EVERY - 1 or step == cfg.n_steps - 1)
 
 
 def targets_at(cfg, step):
@@ -2517,38 +2933,47 @@ def n_compiled():
 
 def make(cfg, comm, device, ops=None):
     """(Model, Optimizer) of a run on a device; on `meta` they have shapes only."""
-    model = Model(cfg, device, ops)
+    model = Model(cfg, device, ops, (comm.rank, comm.world))
     return model, Optimizer(param_table(model, cfg), comm, n_micro=cfg.n_micro, muon_lr=cfg.muon_lr,
                             muon_wd=cfg.muon_wd, adam_lr=cfg.adam_lr, adam_wd=cfg.adam_wd,
                             adam_eps=cfg.adam_eps, ops=ops)
 
 
 def memory_needed(cfg, comm):
-    """Bytes of GPU memory: (weights and states with their copy in warm-up, training, validation)."""
-    held = 2 * sum(x.nbytes for x in make(cfg, comm, torch.device("meta"))[1].tensors())
-    return held, stream_bytes(cfg, max(stage.T for stage in cfg.stages))[0], stream_bytes(cfg, cfg.val_seq)[1]
+    """Bytes of GPU memory: (weights and states with their copy in warm-up, this rank's share of the table of
+    n-grams with its states, training, validation)."""
+    optimizer, longest = make(cfg, comm, torch.device("meta"))[1], max(stage.T for stage in cfg.stages)
+    table = sum(x.nbytes for xs in optimizer.lazy().values() for x in xs)
+    return (2 * sum(x.nbytes for x in optimizer.tensors()), table, stream_bytes(cfg, longest)[0],
+            stream_bytes(cfg, cfg.val_seq)[1])
 
 
 def check_memory(cfg, comm):
     """Refuse a setting that does not fit the GPU's free memory, before anything is compiled."""
     if comm.device.type != "cuda":
         return
-    held, training, validation = memory_needed(cfg, comm)
-    free, needed = torch.cuda.mem_get_info()[0], held + max(training, validation)
+    held, table, *streams = memory_needed(cfg, comm)
+    free, needed = torch.cuda.mem_get_info()[0], held + table + max(streams)
     if needed <= free:
         return
-    T = max(stage.T for stage in cfg.stages)
+    # Shorter streams only if they do not fit without a table; of the table what then remains.
+    lengths = max(stage.T for stage in cfg.stages), cfg.val_seq
     halvings = [next((i for i in range(SHIFTS) if held + stream_bytes(cfg, n >> i)[scored] <= free), SHIFTS)
-                for scored, n in enumerate((T, cfg.val_seq))]
+                for scored, n in enumerate(lengths)]
+    spare = free - held - max(stream_bytes(cfg, n >> i)[k] for k, (n, i) in enumerate(zip(lengths, halvings)))
     cures = []
     if halvings[0]:
         cures += [f"t_factor={cfg.t_factor / 2 ** halvings[0]:g} n_micro={cfg.n_micro * 2 ** halvings[0]} "
                   f"(as many tokens a step)"]
     if halvings[1]:
         cures += [f"val_seq={cfg.val_seq >> halvings[1]}"]
+    if table > spare:
+        rows = spare * cfg.ngram_rows // table // ROWS_MULTIPLE * ROWS_MULTIPLE
+        cures += [f"ngram_rows={rows}, the largest table that fits"]
     take = f"Take {' and '.join(cures)}." if max(halvings) < SHIFTS else "The weights alone do not fit."
-    raise Refusal(f"rank {comm.rank}: T={T:,} and val_seq={cfg.val_seq:,} need about {needed:,} bytes "
-                  f"({needed / GIB:.1f} GiB) of GPU memory, free are {free:,} ({free / GIB:.1f} GiB). {take}")
+    raise Refusal(f"rank {comm.rank}: T={lengths[0]:,}, val_seq={cfg.val_seq:,} and ngram_rows={cfg.ngram_rows:,} "
+                  f"need about {needed:,} bytes ({needed / GIB:.1f} GiB) of GPU memory, free are {free:,} "
+                  f"({free / GIB:.1f} GiB). {take}")
 
 
 def synthetic(plan, device):
@@ -2557,7 +2982,9 @@ def synthetic(plan, device):
     ids = torch.arange(T + 1, device=device) * SYNTHETIC_STRIDE % VOCAB
     targets = (ids[1:] % P)[:, None].repeat(1, n_targets)
     classes = torch.arange(P, device=device) if P < VOCAB_PADDED else None
-    return (ids[:-1].int(), torch.zeros(T, dtype=torch.int32, device=device), targets,
+    if classes is not None:
+        classes[-1] = max(P - 1, COPY)
+    return (ids[:-1].int(), torch.zeros(T, dtype=torch.int32, device=device), ids[:-1].int(), targets,
             torch.ones(T, n_targets, device=device), classes)
 
 
@@ -2566,22 +2993,31 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
 
     plans: {StepPlan of a shape: View}, largest T first. tell(text) is called after every part.
     """
-    device = model.w_embed.device
+    device, counts = model.w_embed.device, (optimizer.n_adam, [*optimizer.events])
     # Two steps, because Adam steps on odd ones only. Nothing here draws a random number or asks the loader.
-    before, n_adam = [x.clone() for x in optimizer.tensors()], optimizer.n_adam
+    before, rows = [x.clone() for x in optimizer.tensors()], []
     for plan, view in plans.items():
-        model(synthetic(plan, device), view).backward()
+        batch = synthetic(plan, device)
+        model.near = optimizer.pull(model.wanted([batch]), True)
+        model(batch, view).backward()
         optimizer.comm.settle()
         tell(f"T {plan.T:,}, {plan.n_classes:,} classes")
+    for name, xs in optimizer.lazy().items():      # too large for a copy: the rows that will change
+        ids = optimizer.routes[name][0].ids
+        rows += [(x, ids, x[ids]) for x in xs]
     for step in range(2):
-        optimizer.step(step, 1.0, cfg.mu_low)
+        optimizer.step(step, 1.0, cfg.mu_low, event=step)
     optimizer.comm.settle()
     tell("optimizer")
     with torch.no_grad():
-        model(synthetic(StepPlan(cfg.val_seq, 0, VOCAB_PADDED, (1.0,), ()), device), val_view, VOCAB)
+        batch = synthetic(StepPlan(cfg.val_seq, 0, VOCAB_PADDED, (1.0,), ()), device)
+        model.near = optimizer.pull(model.wanted([batch]), False)
+        model(batch, val_view, True)
         for x, old in zip(optimizer.tensors(), before):
             x.copy_(old)
-    optimizer.n_adam = n_adam
+        for x, ids, old in rows:
+            x[ids] = old
+    (optimizer.n_adam, optimizer.events), model.near = counts, {}
     optimizer.comm.settle()
     tell("validation")
 
@@ -2636,14 +3072,15 @@ def turns(freqs, n_positions, n_still, device):
     return torch.cat((turning, turning.new_tensor((1.0, 0.0)).expand(n_positions, n_still, 2)), 1)[:, None]
 
 
-def view_at(cfg, stage, device, n_positions, long=None):
-    """View of a stage for streams of n_positions tokens; `long` replaces its long window."""
+def view_at(cfg, stage, device, n_positions, long=None, block=None):
+    """View of a stage for streams of n_positions tokens; `long` and `block` replace its long window and the
+    pointer's block."""
     (narrow, scale_narrow), (wide, scale_wide) = (rotary_at(cfg, stage, wide) for wide in (False, True))
     doubled = turns(narrow, 2 * n_positions, 0, device)
     return View(cfg.stages[stage].short, long or cfg.stages[stage].long,
                 torch.tensor(scale_narrow, device=device), torch.tensor(scale_wide, device=device),
                 doubled[:n_positions], doubled.view(n_positions, 2, -1, 2),
-                turns(wide, n_positions, len(wide), device))
+                turns(wide, n_positions, len(wide), device), block or cfg.pointer_block)
 
 
 def tokens_until(cfg, step):
@@ -2685,7 +3122,9 @@ def begin(cfg, comm, log, guard, *, model, optimizer, telemetry):
 def prepare(cfg, comm, log, guard, *, ops, telemetry):
     """Everything up to the start of the clock that is done once per process. Returns a Run."""
     model, optimizer = make(cfg, comm, comm.device, ops)
-    log.line(f"parameters: {sum(p.numel() for p in model.parameters()):,}")
+    shares = sum(row.param.numel() for row in optimizer.sparse)
+    n_parameters = sum(p.numel() for p in model.parameters()) + (comm.world - 1) * shares
+    log.line(f"parameters: {n_parameters:,}")
     log.phase("model")
     guard.step()
 
@@ -2699,17 +3138,23 @@ def prepare(cfg, comm, log, guard, *, ops, telemetry):
         shapes.setdefault((plan.T, plan.n_classes, len(plan.future)), (plan, stage_at(cfg, step)))
     warm_up(cfg, model, optimizer, {plan: view_at(cfg, k, comm.device, plan.T) for plan, k in
                                     sorted(shapes.values(), key=lambda x: -x[0].T)},
-            view_at(cfg, last, comm.device, cfg.val_seq, cfg.val_long), tell=tell)
+            view_at(cfg, last, comm.device, cfg.val_seq, cfg.val_long, cfg.val_pointer_block), tell=tell)
     return begin(cfg, comm, log, guard, model=model, optimizer=optimizer, telemetry=telemetry)
 
 
 def renew(run, cfg, log):
     """A Run like `run` with the seed of cfg: new weights at the old addresses, states zero."""
+    least = replace(cfg, ngram_rows=min(cfg.ngram_rows, ROWS_MULTIPLE))    # the table itself begins at zero
+    fresh = Model(least, torch.device("cpu"), part=(run.comm.rank, run.comm.world))
     with torch.no_grad():
-        for x in run.optimizer.tensors():
+        for x in (*run.optimizer.tensors(), *sum(run.optimizer.lazy().values(), [])):
             x.zero_()
-    run.optimizer.n_adam = 0
-    run.model.load_state_dict(Model(cfg, torch.device("cpu")).state_dict())
+        for part in "parameters", "buffers":
+            theirs = dict(getattr(fresh, f"named_{part}")())
+            for name, x in getattr(run.model, f"named_{part}")():
+                if x.shape == theirs[name].shape:
+                    x.copy_(theirs[name])
+    run.optimizer.n_adam, run.optimizer.events = 0, []
     log.phase("new weights")
     return begin(cfg, run.comm, log, run.guard, model=run.model, optimizer=run.optimizer,
                  telemetry=run.telemetry)
@@ -2718,13 +3163,14 @@ def renew(run, cfg, log):
 def train_step(run, batch, view, step):
     """Forward and backward of this rank's micro-batches, then the optimizer; the tail gets loss and flag."""
     tail = run.optimizer.tail[step % 2].zero_()
+    run.model.near = run.optimizer.pull(run.model.wanted(batch), True)
     for micro_batch in batch:
         loss = run.model(micro_batch, view)
         loss.backward()
         tail[0] += loss.detach()
         run.guard.step()
     tail[1] = (~torch.isfinite(tail[0])) * 2.0 ** run.comm.rank
-    run.optimizer.step(step, lr_at(run.cfg, step), mu_at(run.cfg, step))
+    run.optimizer.step(step, lr_at(run.cfg, step), mu_at(run.cfg, step), event_at(run.cfg, step))
 
 
 def report(run, wait=False):
@@ -2748,19 +3194,25 @@ def report(run, wait=False):
 def validate(run, step, long=None):
     """Mean loss over all validation tokens before step `step`. When it returns, the clock stands.
 
-    On the clock: rotary table, reading the tokens. Off it: the forward passes, which mask the classes that
-    are no tokens. A stream's loss does not depend on the rank that computes it, nor their order of summing.
+    On the clock: rotary table, reading the tokens, bringing the rows of the tables. Off it: the forward passes,
+    for which the rows are brought again, since those of one stream are held at a time. They mask the classes
+    that are no tokens. A stream's loss does not depend on the rank that computes it, nor their order of
+    summing.
     """
-    cfg, comm = run.cfg, run.comm
-    view = view_at(cfg, stage_at(cfg, max(step - 1, 0)), comm.device, cfg.val_seq, long)
-    streams, sums = read_validation(cfg, comm), []
+    cfg, comm, sums = run.cfg, run.comm, []
+    view = view_at(cfg, stage_at(cfg, max(step - 1, 0)), comm.device, cfg.val_seq, long, cfg.val_pointer_block)
+    streams = read_validation(cfg, comm, run.loader.vocabulary)
+    streams = [[x if x is None else x.to(comm.device) for x in stream] for stream in streams]
+    for stream in streams:
+        run.optimizer.pull(run.model.wanted([stream]), False)
     run.loader.pause()
     run.clock.stop()
     report(run, wait=True)
     with torch.no_grad():
-        for stream in streams:           # item() waits for the device, which is right: the clock stands
-            stream = [x if x is None else x.to(comm.device) for x in stream]
-            sums.append(run.model(stream, view, VOCAB).item())
+        for stream in streams:
+            run.model.near = run.optimizer.pull(run.model.wanted([stream]), False)
+            if len(stream[0]):           # item() waits for the device, which is right: the clock stands
+                sums.append(run.model(stream, view, True).item())
             run.guard.step()
     by_rank = comm.collect(sums)
     streams_in_order = range(cfg.val_tokens // cfg.val_seq)
@@ -2810,9 +3262,12 @@ def train(run):
 
 def save_weights(run):
     """Rank 0 writes the weights with the settings that made them; a killed save leaves no such file."""
+    weights = run.model.state_dict()
+    for row in run.optimizer.sparse:
+        weights[row.name] = run.comm.gather(row.param.data)
     if run.comm.rank == 0:
         part = run.cfg.save + ".part"
-        torch.save({"config": asdict(run.cfg), "weights": run.model.state_dict()}, part)
+        torch.save({"config": asdict(run.cfg), "weights": weights}, part)
         os.replace(part, run.cfg.save)
         run.log.line(f"saved: {run.cfg.save}")
 
@@ -2868,21 +3323,21 @@ def continuation(cfg):
     try:
         saved = torch.load(cfg.load, map_location="cpu", weights_only=True)
         stages = tuple(Stage(**row) for row in saved["config"]["stages"])
-        made = Config(**saved["config"] | {"stages": stages})
+        made = Config(**{f.name: saved["config"][f.name] for f in fields(Config)} | {"stages": stages})
     except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as e:
         raise Refusal(f"load={cfg.load}: not what save=PATH of this script writes "
                       f"({type(e).__name__}). Give such a file.") from None
-    model, vocabulary = Model(made, torch.device("cpu")), Vocabulary(cfg.vocab_file)
+    model, vocabulary = Model(made, torch.device("cpu")), Vocabulary(cfg.vocab_file, made.fold_case)
     model.load_state_dict(saved["weights"])
     # Every token runs the whole stream again: there is no cache, and the forward pass is the trainer's own.
     ids, rand = [BOS, *vocabulary.encode(cfg.sample)], torch.Generator().manual_seed(cfg.seed)
     for _ in range(cfg.sample_tokens):
-        view = view_at(made, stage_at(made, made.n_run - 1), torch.device("cpu"), len(ids), made.val_long)
-        with torch.no_grad():
-            tokens = torch.tensor(ids, dtype=torch.int32)
-            logits = model.logits(tokens, torch.zeros_like(tokens), view)
-        best = logits.topk(cfg.top_k)    # top_k=1 leaves one choice: greedy
-        ids.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=rand)]))
+        view = view_at(made, stage_at(made, made.n_run - 1), torch.device("cpu"), len(ids), made.val_long,
+                       made.val_pointer_block)
+        tokens, folded = (torch.tensor(x, dtype=torch.int32) for x in (ids, vocabulary.folded[ids]))
+        with torch.no_grad():    # top_k=1 leaves one choice: greedy
+            best = model.probabilities(tokens, torch.zeros_like(tokens), folded, view).topk(cfg.top_k)
+        ids.append(int(best.indices[torch.multinomial(best.values, 1, generator=rand)]))
     return vocabulary.decode(ids[1:])
 
 
@@ -2927,6 +3382,8 @@ def main(argv=None):
                      f"fast: {','.join(names) or 'none'}", *host_lines(comm),
                      f"config: {json.dumps(asdict(one))}", f"train_tokens: {usable:,} usable"):
             log.line(text)
+        if cfg.ngram_rows < PRESETS[cfg.preset].ngram_rows:
+            log.line(f"record-grade: no (ngram_rows={cfg.ngram_rows})")
         if run is None:
             log.line(f"phase: imports {imported_s:.1f} s")
             log.phase("joining and checks")

@@ -127,11 +127,13 @@ def test_validation_streams_cover_the_tokens_once(tg, tmp_path, world):
     cfg = config(tg, tmp_path, val_tokens=800, val_seq=100)
     found = {}
     for rank in range(world):
-        for i, stream in zip(range(rank, 8, world), tg.read_validation(cfg, Rank(rank, world))):
+        for i, stream in zip(range(rank, 8, world), tg.read_validation(cfg, Rank(rank, world), tg.Vocabulary(cfg.vocab_file, True))):
             found[i] = stream
     assert sorted(found) == list(range(8))
-    for i, (inputs, doc_start, targets, weights, classes) in found.items():
+    table = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", True).folded
+    for i, (inputs, doc_start, folded, targets, weights, classes) in found.items():
         want = tokens[100 * i:100 * i + 101].astype(int)
+        assert folded.tolist() == table[want[:-1]].tolist()
         assert inputs.tolist() == want[:-1].tolist() and targets[:, 0].tolist() == want[1:].tolist()
         assert (weights == 1).all() and classes is None and targets.shape == weights.shape == (100, 1)
         assert doc_start.tolist() == tg.doc_starts(want[:-1]).tolist()
@@ -169,9 +171,10 @@ def test_micro_batches_do_not_depend_on_the_world_size(tg, tmp_path):
         for rank in range(world):
             spread |= batches(tg, cfg, rank, world)[0]
         assert spread == alone
-    for (step, _), (tokens, doc_start, targets, weights, classes) in alone.items():
+    for (step, _), (tokens, doc_start, folded, targets, weights, classes) in alone.items():
         T, cap, P, future, prefix = PLAN[step]
         assert len(tokens) == T and tokens[0] == B
+        assert folded == loader.vocabulary.folded[tokens].tolist()
         assert all(tokens[s] == B for s in doc_start) and max(t - s for t, s in enumerate(doc_start)) < cap
         classes = list(range(50_304)) if classes is None else classes
         assert len(classes) == P and classes == sorted(set(classes)) and 50_257 in classes
@@ -258,7 +261,7 @@ def test_unigram_loss_equals_its_definition(tg, tmp_path):
 
 def test_vocabulary_encodes_as_the_shipped_shards_do(tg):
     """Documents of the sample, decoded and encoded again, are their own tokens; and texts of many scripts survive."""
-    vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin")
+    vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", True)
     assert len(vocabulary.bytes) == tg.VOCAB and vocabulary.bytes[262] == b" the"
     tokens = tg.open_shard(str(ROOT / "data/sample/sample_val_000000.bin"))[:6000]
     starts = np.flatnonzero(tokens == B)
@@ -274,14 +277,14 @@ def test_vocabulary_encodes_as_the_shipped_shards_do(tg):
 def test_a_changed_vocabulary_file_is_refused(tg, tmp_path):
     (tmp_path / "vocab.bin").write_bytes(b"\x01a")
     with pytest.raises(tg.Refusal, match="SHA-256"):
-        tg.Vocabulary(tmp_path / "vocab.bin")
+        tg.Vocabulary(tmp_path / "vocab.bin", True)
 
 
 # ---- targets and classes -----------------------------------------------------------------------------------
 
 def test_prefix_table_is_the_published_one(tg):
     """Against the hash in the public notes, samples by hand, and every entry against its bytes."""
-    vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin")
+    vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", True)
     table = tg.prefix_table(vocabulary)
     sha = hashlib.sha256(table.astype("<i4").tobytes()).hexdigest()
     assert sha == "36281293860d09f2307c3d2cd503f2e595e24c165fbd49b11f89cfaed71b617c"
@@ -365,7 +368,7 @@ LINE = np.array([50256, 464, 3797, 3332, 319, 262, 2603, 13], np.uint16)        
 @pytest.fixture(scope="module")
 def vocabulary():
     import train_gpt as tg
-    return tg.Vocabulary(ROOT / "data/gpt2_vocab.bin")
+    return tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", True)
 
 
 def test_folded_ids_are_the_published_ones(tg, vocabulary):
@@ -383,33 +386,14 @@ def test_folded_ids_are_the_published_ones(tg, vocabulary):
         assert table[vocabulary.ids[alone]] == vocabulary.ids[alone]
 
 
-def test_ngram_rows_and_signs_are_the_published_ones(tg, vocabulary):
-    rows = tg.ngrams(tg.RECORD, vocabulary, LINE, np.zeros(8, np.int32))
-    assert rows.dtype == np.int32 and rows.T.tolist() == [
-        [42301439, 20144454, 13299658, 17915303, 15465955, 16606725, 12847419, 28004665],
-        [84602879, 84602879, 43894772, 66538160, 64673410, 54499366, 49718109, 79161173],
-        [0, 5162, 3737, 4395, 3623, 8061, 6247, 3498], [0, 0, 7525, 4693, 6334, 7913, 2750, 5704]]
+def test_without_folding_every_token_is_itself(tg):
+    assert (tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", False).folded == np.arange(50_304)).all()
 
 
-@pytest.mark.parametrize("fold", (True, False))
-def test_ngrams_equal_their_definition_token_by_token(tg, vocabulary, fold):
-    """In Python's own integers, wrapped by hand; nothing is hashed across the start of a document."""
-    cfg, tokens = replace(tg.RECORD, ngram_rows=1_000_002, fold_case=fold), docs(300, 7, 5)
-    tokens[100:103] = 50256                                       # documents of one token
-    start, half = tg.doc_starts(tokens), 500_001
-    x = [int(vocabulary.folded[t]) if fold else int(t) for t in tokens]
-
-    def mixed(t, factors):
-        h = 0
-        for back, factor in enumerate(factors):
-            h ^= (x[t - back] * factor) % 2**32
-        return h - 2**32 * (h >= 2**31)
-    got = tg.ngrams(cfg, vocabulary, tokens, start)
-    for t in range(300):
-        two, three = t - 1 >= start[t], t - 2 >= start[t]
-        want = [mixed(t, (36313, 27191)) % (half - 1) if two else half - 1,
-                half + mixed(t, (17351, 60961, 45259)) % (half - 1) if three else 2 * half - 1,
-                mixed(t, (48271, 30011)) & 8191 if two else 0, mixed(t, (58699, 39779, 26801)) & 8191 if three else 0]
-        assert got[t].tolist() == want, t
-    assert (got != tg.ngrams(replace(cfg, fold_case=not fold), vocabulary, tokens, start)).any()
-    assert not tg.ngrams(replace(cfg, ngram_rows=0), vocabulary, tokens, start).any()
+def test_ranks_without_a_validation_stream_get_an_empty_one(tg, tmp_path):
+    """Three streams on two ranks: each takes part in two exchanges of rows."""
+    shard(tmp_path / "val_000000.bin", docs(301, 70, 0))
+    cfg = config(tg, tmp_path, val_tokens=300, val_seq=100)
+    vocabulary = tg.Vocabulary(cfg.vocab_file, True)
+    streams = [tg.read_validation(cfg, Rank(rank, 2), vocabulary) for rank in range(2)]
+    assert [[len(tokens) for tokens, *_ in mine] for mine in streams] == [[100, 100], [100, 0]]
