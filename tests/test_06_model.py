@@ -515,8 +515,8 @@ def test_rows_at_hand_equal_the_whole_table(tg, one_rank):
     whole = sum(model(batch, view) for batch in batches)
     whole.backward()
     want = {name: getattr(model, name).grad.clone() for name in ("w_gram", "w_value")}
-    model.near = {name: tg.Rows(ids, getattr(model, name).detach()[ids].requires_grad_(),
-                                torch.zeros(len(ids), 48, dtype=torch.float64)) for name, ids in model.wanted(batches).items()}
+    model.near = {name: tg.Rows(ids, getattr(model, name).data, 1, one_rank.all_to_all, True)
+                  for name, ids in model.wanted(batches).items()}
     near = sum(model(batch, view) for batch in batches)
     near.backward()
     torch.testing.assert_close(near, whole)

@@ -35,7 +35,7 @@ def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
                     "T 32, 500 classes", "optimizer", "validation"]
     assert all(torch.equal(x, y) for x, y in zip(everything(), before, strict=True))
     assert torch.equal(torch.get_rng_state(), rng) and opt.n_adam == n_adam and opt.events == [1, 1, 2]
-    assert not opt.routes and not any(opt.arrived.values()) and not model.near
+    assert not opt.near and not any(opt.arrived.values()) and not model.near
 
 
 def test_synthetic_tokens_are_legal_and_differ(tg):
