@@ -9,17 +9,17 @@ state of the script, stands in records/.
 
 Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each section:
 
-    1  Config        235   every setting of a run, the presets, the command line
-    2  Host          500   ranks and collectives, the log, the clock, how all ranks stop when one fails
-    3  Numbers        60   number formats: fp32 masters as bf16 + int16; the registry of fast replacements
-    4  Kernels       405   attention, loss, glue, updates: what a GPU runs, beside its reference
-    5  Ops            75   table look-up and loss, as the model uses them
-    6  Model         390   the layer table, the weights, the forward pass, the optimizer's parameter table
-    7  Optimizers    120   Muon and Adam over all tensors, and how their work is spread over the ranks
-    8  Data          480   token shards: reading, checking, packing documents; targets; the worker thread
-    9  Schedules      90   stages, rates, windows, classes and targets as pure functions of the step
-    10 Graphs        130   what is done once before the clock starts: compiling, memory, warm-up
-    11 Train         365   validation, the timed loop, main
+    1  Config        250   every setting of a run, the presets, the command line
+    2  Host          495   ranks and collectives, the log, the clock, how all ranks stop when one fails
+    3  Numbers        45   number formats; the registry of fast replacements
+    4  Kernels       870   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
+    5  Ops            20   names for what the model uses of section 4
+    6  Model         430   the layer table, the weights, the forward pass, the optimizer's parameter table
+    7  Optimizers     95   Muon and Adam over all tensors, and how their work is spread over the ranks
+    8  Data          490   token shards: reading, checking, packing documents; targets; the worker thread
+    9  Schedules     100   stages, rates, windows, classes and targets as pure functions of the step
+    10 Graphs        150   what is done once before the clock starts: compiling, memory, warm-up
+    11 Train         375   validation, the timed loop, main
 
 Three ways to read it: for the learning 1, 9, 6, 7; for the systems 2, 4, 8, 10; to run it 11 and README.md.
 
@@ -78,7 +78,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-# ======== 1. Config ============================================================== budget 235 ====
+# ======== 1. Config ============================================================== budget 250 ====
 # Every setting of a run is a field of Config; a preset is a Config; the command line is
 # `[preset] [key=value ...]` and nothing else is read, no environment variable but torchrun's.
 # Numbers that follow from other numbers are properties, so they cannot disagree.
@@ -89,7 +89,6 @@ BOS = 50_256             # <|endoftext|>, the first token of every document
 COPY = 50_257            # a class that is no token; it is always among the classes of the loss
 SIGN_ROWS = 8192         # of random signs, from which n-grams choose by a hash
 ROWS_MULTIPLE = 16       # rows of the table of n-grams: two halves, and equal shares for every world size
-MOST_ROWS = 2_147_483_632   # their numbers are int32
 WORLDS = (1, 2, 4, 8)    # legal world sizes; n_micro must be a multiple of the one in use
 STAGE_SHARES = (0.2854, 0.6063, 0.9394, 0.9994)   # stage ends as shares of n_sched / 0.9994, from [4]
 REFERENCE_SCHED = 978    # n_sched from which on the inserted and the extension steps have full length
@@ -283,10 +282,9 @@ def check_config(cfg):
     if cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model % 12:
         raise Refusal(f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, "
                       f"n_heads even, d_head a multiple of 4, d_model a multiple of 12.")
-    if cfg.ngram_rows % ROWS_MULTIPLE or cfg.ngram_rows > MOST_ROWS:
-        near = min(max(round(cfg.ngram_rows / ROWS_MULTIPLE), 1) * ROWS_MULTIPLE, MOST_ROWS)
-        raise Refusal(f"ngram_rows={cfg.ngram_rows}: want a multiple of {ROWS_MULTIPLE} up to {MOST_ROWS}, "
-                      f"or 0 for no table. Take ngram_rows={near}.")
+    if more := cfg.ngram_rows % ROWS_MULTIPLE:
+        raise Refusal(f"ngram_rows={cfg.ngram_rows}: want a multiple of {ROWS_MULTIPLE}, or 0 for no table. "
+                      f"Take ngram_rows={cfg.ngram_rows + ROWS_MULTIPLE - more}.")
     if not 0 <= cfg.cooldown_from < 1:
         raise Refusal(f"cooldown_from={cfg.cooldown_from}: want at least 0 and less than 1.")
     if cfg.dtype not in ("fp32", "bf16"):
@@ -325,7 +323,7 @@ def parse(argv):
     return replace(cfg, stages=scaled)   # frozen: nothing changes a setting after this line
 
 
-# ======== 2. Host ============================================================== budget 500 ====
+# ======== 2. Host ============================================================== budget 495 ====
 # The only door to the outside: environment, processes, time, the log. One rank is no special case, its
 # collectives are copies. Invariants:
 # (1) All ranks issue the same collectives in the same order; no other thread than the main one issues any.
@@ -338,7 +336,6 @@ GRACE_S = 3.0            # how long a failing rank waits for rank 0 to write the
 LAST_RESORT_S = 10.0     # a failing rank ends after this, whatever blocks it
 SHOW_S = 0.5             # at most one step line per half second goes to the terminal
 SAMPLE_MS = 500          # between two readings of a GPU's clock, power and temperature
-GATHER_ROWS = 1 << 18    # rows of a table that Comm.gather takes at once
 MS = 1000
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_NAMES = (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT")   # what torchrun sets
@@ -404,8 +401,7 @@ class Pending:
     """A collective under way; its result may be read after wait().
 
     On the CPU it starts only at wait(): whoever forgets to wait reads stale numbers and fails a test,
-    where gloo alone would often have finished by luck.
-    """
+    where gloo alone would often have finished by luck."""
 
     def __init__(self, start, deferred):
         self.start = start
@@ -466,16 +462,6 @@ class Comm:
         """(pending, out): rank r gets the next sent[r] rows of x; out has got[r] rows of each, in order."""
         out = x if self.world == 1 else x.new_empty(sum(got), *x.shape[1:])
         return self._run(dist.all_to_all_single, out, x, got, sent), out
-
-    def gather(self, x):
-        """The ranks' x of equal shape, one behind the other, on the CPU of rank 0; off the clock."""
-        whole = torch.empty(self.world if self.rank == 0 else 0, *x.shape, dtype=x.dtype)
-        for at in range(0, len(x), GATHER_ROWS):
-            piece = x[at:at + GATHER_ROWS]
-            pieces = piece.repeat(self.world, *[1] * (x.ndim - 1))
-            self.all_gather(pieces).wait()
-            whole[:, at:at + len(piece)] = pieces.view(self.world, *piece.shape)[:len(whole)]
-        return whole.flatten(0, 1)
 
     def collect(self, value):
         """[value of rank 0, value of rank 1, ...] for small Python values, off the clock."""
@@ -556,8 +542,7 @@ class Telemetry:
     """SM clock, power and temperature of all GPUs in use, while a clock runs, as nvidia-smi tells them.
 
     One child of rank 0 writes a line per GPU twice a second, a thread here reads them. samples: (seconds on
-    the clock, GPU, MHz, W, degrees C). Without nvidia-smi, or on a CPU, there are none.
-    """
+    the clock, GPU, MHz, W, degrees C). Without nvidia-smi, or on a CPU, there are none."""
 
     def __init__(self, comm):
         self.clock, self.samples, self.child = None, [], None
@@ -597,8 +582,7 @@ def process_age_s():
 class Log:
     """The log of a run: `key: value` and fixed-column lines, kept by rank 0; on others a call does nothing.
 
-    path is the same on every rank: if rank 0 is killed, the lowest living rank appends the FAILED line.
-    """
+    path is the same on every rank: if rank 0 is killed, the lowest living rank appends the FAILED line."""
 
     def __init__(self, cfg, comm, phase_from):
         self.lock, self.lines, self.shown, self.file, path = threading.Lock(), [], 0.0, None, None
@@ -674,8 +658,7 @@ class Guard:
 
     A daemon thread watches three things: whether another rank has reported a failure in the store, whether
     the launcher has sent SIGTERM because a rank died without a word, and whether this rank still makes
-    progress. It works while the main thread is blocked in a collective, and ends the process itself.
-    """
+    progress. It works while the main thread is blocked in a collective, and ends the process itself."""
 
     def __init__(self, comm, limit_s):
         self.rank, self.world, self.limit_s, self.log = comm.rank, comm.world, limit_s, None
@@ -800,14 +783,13 @@ def say(text):
     sys.stdout.write(f"{text}\n")
 
 
-def driver_version():
-    """Version of the NVIDIA driver, n/a where nvidia-smi does not tell it."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def told(default, *query):
+    """What a program prints for a query, or the default where there is none or it fails."""
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=LAST_RESORT_S,
-                              check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return "n/a"
+                              check=True).stdout.strip() or default
+    except (OSError, subprocess.SubprocessError):
+        return default
 
 
 def host_lines(comm):
@@ -819,7 +801,8 @@ def host_lines(comm):
     if on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
         triton = next((d.version for d in metadata.distributions(name="triton")), "none")
-        cuda = f", CUDA {torch.version.cuda}, NCCL {nccl}, Triton {triton}, driver {driver_version()}"
+        driver = told("n/a", "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()[0]
+        cuda = f", CUDA {torch.version.cuda}, NCCL {nccl}, Triton {triton}, driver {driver}"
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"
     return [f"host: {comm.world} x {device}, {threads}",
             f"software: {versions}{cuda}, {platform.system()} {platform.release()}"]
@@ -830,15 +813,11 @@ def script_lines():
     here = os.path.abspath(__file__)
     with open(here, "rb") as f:
         sha = hashlib.sha256(f.read()).hexdigest()
-    try:
-        git = subprocess.run(["git", "-C", os.path.dirname(here), "describe", "--always", "--dirty"],
-                             capture_output=True, text=True, timeout=GRACE_S, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        git = "none"
+    git = told("none", "git", "-C", os.path.dirname(here), "describe", "--always", "--dirty")
     return [f"script: {sha}", f"git: {git}"]
 
 
-# ======== 3. Numbers ============================================================ budget 60 ====
+# ======== 3. Numbers ============================================================ budget 45 ====
 # Number formats, and the registry of fast replacements, without knowledge of who uses them. Weights and
 # activations have the format of the run, sums and states of optimizers are fp32; 4.5 has the fp32 masters of
 # bf16 weights.
@@ -881,7 +860,7 @@ def references():
     return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
 
 
-# ======== 4. Kernels ============================================================ budget 405 ====
+# ======== 4. Kernels ============================================================ budget 870 ====
 # Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
 # the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
 # tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
@@ -1045,6 +1024,7 @@ class Lookup(torch.autograd.Function):
 
 CAP, CAP_SHIFT, CAP_SLOPE = 23.0, 5.0, 7.5   # logits l are capped to z = 23 sigmoid((l + 5) / 7.5), from [4]
 GATE_FLOOR = 1e-6            # of what <copy> leaves to the tokens
+LOSS_BLOCK = {"cpu": 128, "cuda": 4096}   # rows of logits at once; on a CPU they should stay in its cache
 
 
 def mixture(pi, a, c, s):
@@ -1166,6 +1146,26 @@ class SoftcapLoss(torch.autograd.Function):
             ctx.grad.index_add_(0, classes, dw * dloss)      # every row once
         return dx * dloss, None, None if dmix is None else dmix * dloss, None, None, None
 
+    @classmethod
+    def of(cls, x, w, grad, targets, weights, *, classes, n_classes, rows_op, mix=None, copy=None):
+        """Sum over the rows of the weighted cross-entropies of soft-capped logits, see loss_rows_ref.
+
+        x: (T, D), w, grad: (V, D), targets, weights: (T, K), classes: (P,) int64, ascending, or None for all
+        V. Targets are positions in classes. The softmax is over the first n_classes of the classes. The
+        gradient of w is added to grad in place. mix: (T, 2) or None, copy: (1,), see loss_rows_ref.
+        """
+        goals, settings = (targets, weights, classes, copy), (n_classes, rows_op, LOSS_BLOCK[x.device.type])
+        return cls.apply(x, w, mix, grad, goals, settings)
+
+    @staticmethod
+    def chances(logits, copied):
+        """Probabilities of n tokens, fp32 (n,), for logits (n,), or (n + 1,) with that of <copy> at the end.
+
+        copied: None, or what the pointer copies of each token (n,), and its sink's weight (), see mixture.
+        """
+        pi = (CAP * torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SLOPE)).softmax(0)
+        return pi if copied is None else mixture(pi[:-1], pi[-1], *copied)[0]
+
 
 def _loss_rows_example(rand, size):
     """Two likely targets for every row, and a last class that is none."""
@@ -1198,6 +1198,21 @@ def rotate(x, turn):
     wide = wide.unflatten(1, (-1, turn.shape[1]))                                # (T, H/J, J, E/2, 2)
     turned = torch.view_as_complex(wide) * torch.view_as_complex(turn)[:, None]
     return torch.view_as_real(turned).flatten(-2).flatten(1, 2).type_as(x)
+
+
+def turns(freqs, n_positions, n_still, device):
+    """Rotary table, see rotate: (n_positions, 1, E/2, 2), with n_still pairs that do not turn."""
+    position = torch.arange(n_positions, dtype=torch.float64, device=device)
+    angle = torch.outer(position, torch.tensor(freqs, dtype=torch.float64, device=device))
+    turning = torch.stack((angle.cos(), -angle.sin()), -1).float()
+    return torch.cat((turning, turning.new_tensor((1.0, 0.0)).expand(n_positions, n_still, 2)), 1)[:, None]
+
+
+def rotary_tables(narrow, wide, n_positions, device):
+    """Tables, see rotate, for the frequencies of narrow heads, of pairs of them, and of wide heads."""
+    doubled = turns(narrow, 2 * n_positions, 0, device)
+    return {"turn_narrow": doubled[:n_positions], "turn_paired": doubled.view(n_positions, 2, -1, 2),
+            "turn_wide": turns(wide, n_positions, len(wide), device)}
 
 
 def heads_ref(qk, turn, scale):
@@ -1288,9 +1303,9 @@ FAST["exclude_self"] = Fast("reorder", exclude_self, exclude_self, _exclude_self
 
 
 # ---- 4.5 updates: of one tensor, without communication -------------------------------------------
-# A bf16 weight that an optimizer changes by less than its last bit needs an fp32 master; it is kept as the bf16
-# weight itself and the 16 bits that it lacks, so nothing is stored twice. The weight is the rounded master: a
-# truncated one is biased towards zero.
+# A bf16 weight that an optimizer changes by less than its last bit needs an fp32 master; it is kept as the
+# bf16 weight itself and the 16 bits that it lacks, so nothing is stored twice. The weight is the rounded
+# master: a truncated one is biased towards zero.
 
 POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 rounds
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1414,15 +1429,13 @@ def ngrams(tokens, start, n_rows, n_signs):
     for factors in (*ROW_FACTORS, *SIGN_FACTORS):
         mixed = torch.zeros_like(tokens)
         for back, factor in enumerate(factors):
-            # Trap: a factor above 2^15 makes products of more than 32 bits, which have to wrap.
+            # Trap: in int32, since products of more than 32 bits have to wrap.
             mixed = mixed ^ F.pad(tokens, (back, 0))[:len(tokens)] * factor
-        inside = position - (len(factors) - 1) >= start
-        n = len(out)
+        inside, n, mixed = position - (len(factors) - 1) >= start, len(out), mixed.long()
         if n < len(ROW_FACTORS):
-            mixed = torch.where(inside, mixed % (half - 1), half - 1) + n * half
+            out.append(torch.where(inside, mixed % (half - 1), half - 1) + n * half)
         else:
-            mixed = torch.where(inside, mixed % n_signs, 0)
-        out.append(mixed.long())
+            out.append(torch.where(inside, mixed % n_signs, 0))
     return torch.stack(out, 1)
 
 
@@ -1539,6 +1552,20 @@ FAST["row_event"] = Fast("reorder", row_event_ref, row_event, _row_event_example
 TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
 
 
+def zero_state(kind, p):
+    """States of a slice p of a bank or table, zero: momentum m, second moment m2, low bits lo; of a lazy
+    table m2 for each row, and how many events there had been at its last one."""
+    if kind == "lazy":
+        dtypes = {"m2": torch.float32, "last": torch.int32}
+        return {name: p.new_zeros(len(p), dtype=dtype) for name, dtype in dtypes.items()}
+    state = {"m": torch.zeros_like(p, dtype=torch.float32)}
+    if kind != "bank":
+        state["m2"] = torch.zeros_like(state["m"])
+    elif p.dtype == torch.bfloat16:
+        state["lo"] = torch.zeros_like(p, dtype=torch.int16)   # the master's lower bits
+    return state
+
+
 @dataclass(frozen=True)
 class Muon:
     """Muon [1]. lr, wd: of the run; share: factor on all gradients; ops: a function for each row of FAST."""
@@ -1550,7 +1577,7 @@ class Muon:
     def bank(self, row, lr_mul, p, g, state, *, lr, mu):
         """One step of matrices p (N, R, C); p and state change in place.
 
-        row: settings, see ParamRow; lr_mul: its factors for these matrices; lr: factor on the rate; mu: momentum.
+        row: settings, see ParamRow; lr_mul: its factors for these matrices; lr: factor on the rate; mu: fp32.
         """
         # Trap: as tensors, since every new number would compile anew.
         mu, rate = (torch.full((), x, device=p.device) for x in (mu, self.lr * lr))
@@ -1587,10 +1614,10 @@ class Adam:
             self.dense(row, some, lr, n, self.ops.adam_step)
 
     def event(self, row, whole, arrived, lr, events):
-        """An event of a sparse table, whole = (p, *states), with all gradients that have arrived for its rows.
+        """An event of a sparse table, whole = (p, *states), with all gradients that have arrived for it.
 
-        arrived: [(ids, pending, parts), ...], see Rows.deliver. events: of each one so far, this one included,
-        for how many ordinary ones it stands; its decays are those of so many.
+        arrived: [(ids, pending, parts), ...], see Rows.deliver. events: of each one so far, this one too, for
+        how many ordinary ones it stands; its decays are those of so many.
         """
         for _, pending, _ in arrived:
             pending.wait()
@@ -1605,6 +1632,27 @@ class Adam:
         n, (rate, decay) = EVENT_ROWS[ids.device.type], self.rates(row, lr, len(events))
         for some, rows in zip(ids.split(n), (g * self.share).split(n)):
             self.ops.row_event(*whole, some, rows, betas2=betas2, rate=rate, decay=decay, eps=self.eps)
+
+
+class Flat:
+    """The small parameters of rows in one vector p, their gradients in one, grad, that ends in the tail."""
+
+    def __init__(self, rows, tail_shape):
+        self.rows, self.sizes = rows, [row.param.numel() for row in rows]
+        self.p = torch.cat([row.param.data.flatten() for row in rows])
+        self.grad = self.p.new_zeros(len(self.p) + math.prod(tail_shape))
+        self.tail = self.grad[len(self.p):].view(tail_shape)
+        self.m, self.m2 = torch.zeros_like(self.p), torch.zeros_like(self.p)
+        self.tensors = self.m, self.m2, self.p, self.grad      # all that a step changes
+        for row, p, g in zip(rows, self.p.split(self.sizes), self.grad[:len(self.p)].split(self.sizes)):
+            row.param.data, row.param.grad = p.view_as(row.param), g.view_as(row.param)
+
+    def step(self, adam, lr, n):
+        """A step of adam, piece by piece because pieces have rates of their own; gradients become zero."""
+        whole = self.p, self.grad[:len(self.p)], self.m, self.m2
+        for row, *some in zip(self.rows, *(x.split(self.sizes) for x in whole)):
+            adam.dense(row, some, lr, n)
+        self.grad[:len(self.p)] = 0
 
 
 # ---- 4.9 pointer: what a token copies from those before it ----------------------------------------
@@ -1678,36 +1726,22 @@ class Pointer(torch.autograd.Function):
         return weights.new_zeros(n).index_add(0, tokens[there].long(), weights[-1]), of_sink[-1, 0]
 
 
-# ======== 5. Ops ================================================================ budget 75 ====
-# Section 4 as the model uses it. The backward passes add gradients where they belong, so that autograd sums
-# none of a table's size. They know nothing of layers or steps. Small functions that autograd and the compiler
-# take as they are stand in section 4 alone.
+# ======== 5. Ops ================================================================ budget 20 ====
+# Section 4 as the model uses it: names for what has a backward pass of its own. These add gradients where
+# they belong, so that autograd sums none of a table's size. They know nothing of layers or steps. What else
+# the model uses of section 4 are rows of FAST.
 
-LOSS_ROWS = {"cpu": 128, "cuda": 4096}   # rows of logits at once; on a CPU they should stay in its cache
-
-documents = Documents        # of a stream, made once for all layers
-lookup = Lookup.apply        # (w, grad, ids, add): rows of a table
-pointer = Pointer.apply      # (q, k, sink, tokens, following, (doc_start, block)): what is copied
-copies = Pointer.last        # the same for the last token of a stream, of all tokens
-
-
-def softcap(logits):
-    """z = 23 sigmoid((l + 5) / 7.5): between 0 and 23 whatever the logits."""
-    return CAP * torch.sigmoid((logits + CAP_SHIFT) / CAP_SLOPE)
+LOSS_ROWS = LOSS_BLOCK           # rows of logits at once
+documents = Documents            # of a stream, made once for all layers
+turn_tables = rotary_tables      # of a stage
+lookup = Lookup.apply            # rows of a table
+pointer = Pointer.apply          # what is copied of a token
+copies = Pointer.last            # what is copied of all tokens behind a stream
+softcap_loss = SoftcapLoss.of    # of a stream
+chances = SoftcapLoss.chances    # of all tokens behind a stream
 
 
-def softcap_loss(x, w, grad, targets, weights, *, classes, n_classes, rows_op, mix=None, copy=None):
-    """Sum over the rows of the weighted cross-entropies of soft-capped logits, see loss_rows_ref.
-
-    x: (T, D), w, grad: (V, D), targets, weights: (T, K), classes: (P,) int64, ascending, or None for all V.
-    Targets are positions in classes. The softmax is over the first n_classes of the classes. The gradient of
-    w is added to grad in place. mix: (T, 2) or None, copy: (1,), see loss_rows_ref.
-    """
-    goals, settings = (targets, weights, classes, copy), (n_classes, rows_op, LOSS_ROWS[x.device.type])
-    return SoftcapLoss.apply(x, w, mix, grad, goals, settings)
-
-
-# ======== 6. Model ============================================================== budget 390 ====
+# ======== 6. Model ============================================================== budget 430 ====
 # The network: a table with one row per layer, the weights, the forward pass over one flat stream, and one
 # row per parameter that tells the optimizer how to treat it. Nothing here knows the step, the world size
 # or the optimizer. Matrices of one kind and shape lie in one bank (N, R, C), N padded to a multiple of 8, so
@@ -1728,6 +1762,7 @@ INIT_STREAM = 1.1 ** 0.5     # factor on the stream in each half of a layer
 INIT_REMIX = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0, INIT_STREAM, 1.0, 0.0, 0.05, INIT_STREAM, 1.0)
 INIT_FINAL = (0.0, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 KEPT_D, KEPT_F = 20, 2       # activations of width D and F that a layer keeps for its backward pass
+KEPT_ROWS, KEPT_STEPS = 3, 4   # copies of n-grams' rows in a forward pass; steps before an event, at most
 SEED_BYTES = 7               # of a hash; torch takes seeds below 2^63
 BANK_MULTIPLE = max(WORLDS)
 
@@ -1792,12 +1827,12 @@ class View:
     Paired heads are narrow ones whose table has two places a token."""
     short: int
     long: int
+    pointer_block: int
     scale_narrow: Tensor
     scale_wide: Tensor
     turn_narrow: Tensor
     turn_paired: Tensor
     turn_wide: Tensor
-    pointer_block: int
 
 
 @dataclass(frozen=True)
@@ -1842,6 +1877,7 @@ class Model(nn.Module):
     half-width v the leading rows of V and columns of O; the others rest at zero gradient.
     part = (i, n): w_value and w_gram are the i-th of n shares of their rows. near: {name: Rows} that are at
     hand in place of such a table, see Optimizer.pull."""
+    turn_tables = staticmethod(turn_tables)      # for a View
 
     def __init__(self, cfg, device, ops=None, part=(0, 1)):
         super().__init__()
@@ -1864,7 +1900,7 @@ class Model(nn.Module):
         if self.ngram_rows:
             self.w_gram = nn.Parameter(torch.zeros(cfg.ngram_rows // part[1], D, dtype=dtype, device=device))
             signs = drawn(cfg, "signs", (SIGN_ROWS, D), 1.0, "normal", device)
-            self.register_buffer("signs", (1.0 - 2.0 * (signs < 0)).to(device, dtype), persistent=False)
+            self.register_buffer("signs", (1.0 - 2.0 * (signs < 0)).to(device, dtype))
         if self.has_pointer:
             E, fp32 = cfg.d_head, torch.float32
             weight("w_pointer", (2, E, D), INIT_POINTER * D ** -0.5, "uniform", dtype=fp32)   # of q and of k
@@ -1876,13 +1912,10 @@ class Model(nn.Module):
         weight("mlp", (padded(2 * N_MLPS), cfg.d_mlp, D), bound, "uniform", 2 * N_MLPS)
         with torch.no_grad():
             self.mlp.view(-1, 2, cfg.d_mlp, D)[:, 1] = 0       # down: at first an MLP adds nothing
-        small("mix_v", [0.5] * n)
-        small("mix_o", [1.0] * n)
-        small("mix_smear", 0.0)
-        small("mix_skip", INIT_SKIP)
-        small("mix_attn", [1.0] * n)
-        small("mix_mlp", [1.0] * len(LAYERS))
-        small("mix_stream", torch.full((len(LAYERS), 2), INIT_STREAM))
+        L = len(LAYERS)
+        for name, start in (("v", [0.5] * n), ("o", [1.0] * n), ("smear", 0.0), ("skip", INIT_SKIP),
+                            ("attn", [1.0] * n), ("mlp", [1.0] * L), ("stream", [[INIT_STREAM] * 2] * L)):
+            small(f"mix_{name}", start)
         small("gate_smear", torch.zeros(GATE_INPUTS))
         small("gate_value", torch.zeros(len(VALUE_GATES), H, GATE_INPUTS))
         hidden = (2, GATE_WIDTH, D)
@@ -1901,10 +1934,8 @@ class Model(nn.Module):
 
     def forward(self, batch, view, only_tokens=False):
         """Summed loss of one stream: fp32 (). only_tokens: as at validation, no class but tokens has a part.
-
-        batch: (tokens (T,) int32, doc_start (T,) int32, folded (T,) int32, tokens for n-grams, targets (T, K)
-        int64, weights (T, K) fp32, classes (P,) int64 or None), see softcap_loss.
-        """
+        batch: (tokens, doc_start and folded, the tokens for n-grams, (T,) int32, targets (T, K) int64,
+        weights (T, K) fp32, classes (P,) int64 or None), see softcap_loss."""
         tokens, doc_start, folded, targets, weights, classes = batch
         x, mix, copy = self.stream(tokens, doc_start, folded, view), None, None
         if self.has_pointer:
@@ -1918,13 +1949,10 @@ class Model(nn.Module):
 
     def probabilities(self, tokens, doc_start, folded, view):
         """Of each token to follow the last one of a stream, as validation counts them: fp32 (VOCAB,)."""
-        x = self.stream(tokens, doc_start, folded, view)
-        pi = softcap(F.linear(x[-1], self.w_head[:COPY + self.has_pointer]).float()).softmax(0)
-        if not self.has_pointer:
-            return pi
-        where, gate = (doc_start, view.pointer_block), pi[COPY]
-        c, s = copies(*self.pointer_parts(x), tokens, where, VOCAB)
-        return pi[:VOCAB] * (1 + gate * s / (1 - gate)) + gate * c
+        x, copied = self.stream(tokens, doc_start, folded, view), None
+        if self.has_pointer:
+            copied = copies(*self.pointer_parts(x), tokens, (doc_start, view.pointer_block), VOCAB)
+        return chances(F.linear(x[-1], self.w_head[:COPY + self.has_pointer]), copied)
 
     def wanted(self, batches):
         """{table: ids, ascending, of the rows of it that forward passes over these batches read}."""
@@ -2092,15 +2120,16 @@ class Model(nn.Module):
         return self.mix_o[a].type_as(h) * F.linear(y.flatten(1), w_o)
 
 
-def stream_bytes(cfg, T):
-    """About the GPU memory in bytes that a stream of T tokens takes: (when trained on, when scored).
-
-    The first is compared with the measured peak by tests/test_gpu.py.
-    """
-    size, per_layer = DTYPES[cfg.dtype].itemsize, KEPT_D * cfg.d_model + KEPT_F * cfg.d_mlp
-    block = LOSS_ROWS["cuda"] * VOCAB_PADDED * (2 * size + torch.float32.itemsize)
-    kept = len(LAYERS) * per_layer
-    return T * size * kept + block, T * size * per_layer + block
+def stream_bytes(cfg, T, n):
+    """About the GPU memory in bytes that a stream of T tokens takes: (when trained on, as one of a step's n,
+    when scored). tests/test_gpu.py compares the first with the measured peak."""
+    size, fp32 = DTYPES[cfg.dtype].itemsize, torch.float32.itemsize
+    per_layer = KEPT_D * cfg.d_model + KEPT_F * cfg.d_mlp
+    block = LOSS_ROWS["cuda"] * VOCAB_PADDED * (2 * size + fp32)
+    rows = 2 * T * cfg.d_model * (cfg.ngram_rows > 0)        # of bigrams and trigrams
+    used, waiting = KEPT_ROWS * size, n * ((1 + KEPT_STEPS) * size + fp32)
+    return T * size * len(LAYERS) * per_layer + block + rows * (used + waiting), (
+        T * size * per_layer + block + rows * (used + size))
 
 
 POINTER = ("w_pointer", "w_sink", "mix_pointer")
@@ -2137,7 +2166,7 @@ def param_table(model, cfg):
     return list(rows.values())
 
 
-# ======== 7. Optimizers ========================================================= budget 120 ====
+# ======== 7. Optimizers ========================================================= budget 95 ====
 # Muon [1] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
 # (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
 # (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
@@ -2155,54 +2184,29 @@ class Optimizer:
     """Owns the gradients and states of the parameters of a table of rows (see ParamRow for its fields)."""
 
     def __init__(self, rows, comm, *, n_micro, muon_lr, muon_wd, adam_lr, adam_wd, adam_eps, ops=None):
-        share, ops, self.comm, self.n_adam = 1 / n_micro, ops or references(), comm, 0
-        self.muon, self.adam = Muon(muon_lr, muon_wd, share, ops), Adam(adam_lr, adam_wd, adam_eps, share, ops)
+        self.comm, self.n_adam, self.rows, rest = comm, 0, rows, (1 / n_micro, ops or references())
+        self.muon, self.adam = Muon(muon_lr, muon_wd, *rest), Adam(adam_lr, adam_wd, adam_eps, *rest)
         self.banks = [row for row in rows if row.kind == "bank"]
         self.tables = [row for row in rows if row.kind == "table"]
-        self.small = [row for row in rows if row.kind == "small"]
         self.sparse = [row for row in rows if row.kind in ("shared", "lazy")]
         # Of the sparse tables: this step's rows, what has arrived for the next event, a number for each event
         self.state, self.near, self.arrived, self.events = {}, {}, {row.name: [] for row in self.sparse}, []
         for row in self.banks + self.tables:
             row.param.grad = torch.zeros_like(row.param)
-        for row in self.banks + self.tables + self.sparse:
-            self.state[row.name] = self._shard_state(row)
-        self._flatten_small()
-
-    def _shard_state(self, row):
-        """States of this rank's slice of a bank or table, zero: momentum m, second moment m2, low bits lo; of
-        a lazy table m2 for each row, and how many events there had been at its last one."""
-        mine = row.param.data if row in self.sparse else self._mine(row.param.data)
-        if row.kind == "lazy":
-            kinds = {"m2": torch.float32, "last": torch.int32}
-            return {name: mine.new_zeros(len(mine), dtype=kind) for name, kind in kinds.items()}
-        state = {"m": torch.zeros_like(mine, dtype=torch.float32)}
-        if row.kind != "bank":
-            state["m2"] = torch.zeros_like(state["m"])
-        elif mine.dtype == torch.bfloat16:
-            state["lo"] = torch.zeros_like(mine, dtype=torch.int16)   # the master's lower bits
-        return state
+            self.state[row.name] = zero_state(row.kind, self._mine(row.param.data))
+        for row in self.sparse:
+            self.state[row.name] = zero_state(row.kind, row.param.data)
+        self.flat = Flat([row for row in rows if row.kind == "small"], TAIL)
 
     def _mine(self, x):
         """This rank's slice of a bank, a table or what goes with it."""
         return x.chunk(self.comm.world)[self.comm.rank]
 
-    def _flatten_small(self):
-        """Move the small parameters into one vector, and their gradients into one that ends in the tail."""
-        sizes = [row.param.numel() for row in self.small]
-        self.flat = torch.cat([row.param.data.flatten() for row in self.small])
-        self.flat_grad = self.flat.new_zeros(sum(sizes) + math.prod(TAIL))
-        self.tail = self.flat_grad[sum(sizes):].view(TAIL)
-        self.flat_state = {"m": torch.zeros_like(self.flat), "m2": torch.zeros_like(self.flat)}
-        grads = self.flat_grad[:sum(sizes)]
-        for row, p, g in zip(self.small, self.flat.split(sizes), grads.split(sizes)):
-            row.param.data, row.param.grad = p.view_as(row.param), g.view_as(row.param)
-
     def tensors(self):
         """Everything that a step changes but lazy tables and counts: weights, gradients, states."""
         rows = [row for row in self.banks + self.tables + self.sparse if row.kind != "lazy"]
         big = [x for row in rows for x in (row.param.data, row.param.grad, *self.state[row.name].values())]
-        return [x for x in (*big, *self.flat_state.values(), self.flat, self.flat_grad) if x is not None]
+        return [x for x in (*big, *self.flat.tensors) if x is not None]
 
     def lazy(self):
         """{table: [rows, second moments, last events]} of this rank's share of the lazy tables."""
@@ -2210,10 +2214,8 @@ class Optimizer:
         return {row.name: [row.param.data, *self.state[row.name].values()] for row in rows}
 
     def pull(self, wanted, wants_grad):
-        """{table: Rows} for {table: ids, ascending}: all ranks ask together, each for rows of its own.
-
-        With wants_grad the next step takes the gradients of these rows to their owners.
-        """
+        """{table: Rows} for {table: ids, ascending}; all ranks ask together. With wants_grad the next step
+        takes the gradients of these rows to their owners."""
         near = {row.name: Rows(wanted[row.name], row.param.data, self.comm.world, self.comm.all_to_all,
                                wants_grad) for row in self.sparse}
         self.near = near if wants_grad else self.near
@@ -2227,7 +2229,7 @@ class Optimizer:
         sharded = self.banks + self.tables if adam else self.banks
         # All reductions start before the first update, so that they can hide behind it (on a GPU).
         sent = [self.comm.reduce_scatter(row.param.grad) for row in sharded]
-        flat = self.comm.all_reduce(self.flat_grad) if adam else None
+        flat = self.comm.all_reduce(self.flat.grad) if adam else None
         for name, rows in self.near.items():
             self.arrived[name].append(rows.deliver())
         self.near = {}
@@ -2244,27 +2246,17 @@ class Optimizer:
             gathers.append(self.comm.all_gather(row.param.data))
         if adam:
             flat.wait()
-            self._update_small(lr)
-        for pending in gathers:
+            self.flat.step(self.adam, lr, self.n_adam)
+        for row, pending in zip(sharded, gathers):
             pending.wait()
-        for row in sharded:
             row.param.grad.zero_()
-        if event:
-            self.events.append(event)
-            for row in self.sparse:
-                arrived, self.arrived[row.name] = self.arrived[row.name], []
-                self.adam.event(row, (row.param.data, *self.state[row.name].values()), arrived, lr, self.events)
-
-    def _update_small(self, lr):
-        """Adam on the flat vector, piece by piece because the pieces have rates of their own."""
-        at, whole = 0, (self.flat, self.flat_grad, *self.flat_state.values())
-        for row in self.small:
-            here = slice(at, at := at + row.param.numel())
-            self.adam.dense(row, [x[here] for x in whole], lr, self.n_adam)
-        self.flat_grad[:len(self.flat)] = 0
+        self.events += [event] * (event > 0)
+        for row in self.sparse if event else ():
+            arrived, self.arrived[row.name] = self.arrived[row.name], []
+            self.adam.event(row, (row.param.data, *self.state[row.name].values()), arrived, lr, self.events)
 
 
-# ======== 8. Data =============================================================== budget 480 ====
+# ======== 8. Data =============================================================== budget 490 ====
 # Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
 # All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
 # skipped. What a micro-batch holds is a function of its number in the run alone: not of the rank, the world
@@ -2390,8 +2382,7 @@ def check_vocabulary(path):
 def check_files(cfg, comm):
     """Check every shard before anything slow: headers and sizes on every rank, ids shared out over the ranks.
 
-    Raises the same Refusal on every rank. Returns the usable number of training tokens.
-    """
+    Raises the same Refusal on every rank. Returns the usable number of training tokens."""
     try:
         check_vocabulary(cfg.vocab_file)
         paths = files_of(cfg.train_files, "train_files"), files_of(cfg.val_files, "val_files")
@@ -2424,8 +2415,7 @@ def pack(start, stop, first, n_tokens, max_doc):
     start, stop   int64 arrays: where each document begins and ends
     returns       (begins, lengths, next document), or None if the documents do not suffice
     Each document is cut to max_doc, the last one to fit; what is cut off is dropped, so every span begins
-    with BOS. The + 1 is there because targets are the inputs shifted by one.
-    """
+    with BOS. The + 1 is there because targets are the inputs shifted by one."""
     some = slice(first, first + n_tokens + 1)
     lengths = np.minimum(stop[some] - start[some], max_doc)
     filled = np.cumsum(lengths)
@@ -2518,11 +2508,8 @@ def validation_tokens(cfg):
 
 
 def unigram_loss(cfg):
-    """Cross-entropy of the validation targets under token frequencies alone.
-
-    Frequencies are those of the first training shard's first million tokens, each count plus one. A model
-    below this number makes use of context.
-    """
+    """Cross-entropy of the validation targets under the frequencies of the first million training tokens,
+    each count plus one. A model below this number makes use of context."""
     train = open_shard(files_of(cfg.train_files, "train_files")[0])[:CHECK_TOKENS]
     targets = validation_tokens(cfg)[1:]
     counts = np.bincount(train, minlength=VOCAB) + 1.0
@@ -2533,8 +2520,7 @@ def read_validation(cfg, comm, vocabulary):
     """This rank's validation streams: [batch, ...] as Model.forward takes them, on the CPU, in order.
 
     Stream i of val_tokens / val_seq goes to rank i mod world. Streams do not begin at a document's start.
-    Every rank gets the same number, some perhaps an empty one at the end.
-    """
+    Every rank gets the same number, some perhaps an empty one at the end."""
     flat, streams = validation_tokens(cfg), []
     rounds = -(-(cfg.val_tokens // cfg.val_seq) // comm.world)
     for i in range(comm.rank, rounds * comm.world, comm.world):
@@ -2588,12 +2574,20 @@ class Vocabulary:
         return b"".join(self.bytes[i] for i in ids).decode("utf-8", "replace")
 
     @functools.cached_property
+    def prefixes(self):
+        """For every token the longest proper prefix of its bytes that is a token, or -1: (V,) int32 [4]."""
+        table = np.full(VOCAB_PADDED, -1, np.int32)
+        for i, token in enumerate(self.bytes[:BOS]):     # BOS is no text
+            table[i] = next((self.ids[token[:n]] for n in range(len(token) - 1, 0, -1)
+                             if token[:n] in self.ids), -1)
+        return table
+
+    @functools.cached_property
     def folded(self):
         """For every token the first one whose text is the same but for case, accents and blanks: (V,) int32.
 
-        The text is normed by NFKC and NFD, loses its accents, becomes lower case, and has one space for blanks
-        [8]. Tokens that are no text by themselves, or from which nothing is left, stay what they are. Without
-        fold_case all do.
+        The text is normed by NFKC and NFD, loses accents, becomes lower case, has one space for blanks [8].
+        Tokens that are no text by themselves or leave nothing stay what they are; without fold_case all do.
         """
         table, first = np.arange(VOCAB_PADDED, dtype=np.int32), {}
         for i, token in enumerate(self.bytes[:BOS] if self.fold_case else ()):
@@ -2613,21 +2607,11 @@ class Vocabulary:
 SWEEP_STRIDE = 20_011        # coprime with the number of classes: the sweep meets all of them
 
 
-def prefix_table(vocabulary):
-    """For every token the longest proper prefix of its bytes that is a token, or -1: (V,) int32 [4]."""
-    table = np.full(VOCAB_PADDED, -1, np.int32)
-    for i, token in enumerate(vocabulary.bytes[:BOS]):     # BOS is no text
-        table[i] = next((vocabulary.ids[token[:n]] for n in range(len(token) - 1, 0, -1)
-                         if token[:n] in vocabulary.ids), -1)
-    return table
-
-
 def candidates(targets, n_classes, start):
     """(classes, next start): the targets, COPY and further classes, n_classes in all, ascending: int64.
 
     The further ones are met on a sweep k -> 20011 k mod V from k = start on, which ends with the last one
-    taken. Raises RunFailed where the targets alone are too many.
-    """
+    taken. Raises RunFailed where the targets alone are too many."""
     taken = np.zeros(VOCAB_PADDED, bool)
     taken[targets] = taken[COPY] = True
     missing = n_classes - int(taken.sum())
@@ -2659,15 +2643,14 @@ class Loader:
 
     plan: one StepPlan per step. A batch is what Model.forward takes, one for each micro-batch of this rank,
     at fixed addresses on the device. A host slot is filled again only when the copy that read it has
-    finished; without that the next batch would overwrite the one in flight.
-    """
+    finished; without that the next batch would overwrite the one in flight."""
 
     def __init__(self, cfg, comm, plan):
         self.corpus = Corpus(files_of(cfg.train_files, "train_files"), cfg.repeat)
         self.plan, self.n_micro, self.device = plan, cfg.n_micro, comm.device
         n = cfg.n_micro // comm.world
         self.mine = range(comm.rank * n, (comm.rank + 1) * n)
-        self.vocabulary, self.prefix_of = Vocabulary(cfg.vocab_file, cfg.fold_case), None
+        self.vocabulary = Vocabulary(cfg.vocab_file, cfg.fold_case)
         self.sweeps = [VOCAB_PADDED * m // cfg.n_micro for m in range(cfg.n_micro)]
         kinds = torch.int32, torch.int32, torch.int32, torch.int64, torch.float32, torch.int64
         on_gpu = comm.device.type == "cuda"
@@ -2725,17 +2708,15 @@ class Loader:
             piece = self.corpus.read(*spans)
             crcs.append(zlib.crc32(piece))
             starts = np.repeat(np.cumsum(spans[1]) - spans[1], spans[1])[:-1]
-            inputs, targets = piece[:-1], self._targets(piece[1:], plan, m)
-            values = inputs, starts, self.vocabulary.folded[inputs], *targets
+            folded = self.vocabulary.folded[piece[:-1]]
+            values = piece[:-1], starts, folded, *self._targets(piece[1:], plan, m)
             for buffer, value in zip(slot, values):
                 buffer[m - self.mine[0]].numpy()[...] = value
         return crcs, self.corpus.epoch
 
     def _targets(self, following, plan, m):
         """(targets, weights, classes) of micro-batch m; the targets are positions in its classes."""
-        if self.prefix_of is None:
-            self.prefix_of = prefix_table(self.vocabulary)
-        targets, weights = weighted_targets(following, plan, self.prefix_of)
+        targets, weights = weighted_targets(following, plan, self.vocabulary.prefixes)
         classes = np.zeros(0, np.int64)
         if plan.n_classes < VOCAB_PADDED:
             classes, self.sweeps[m] = candidates(following, plan.n_classes, self.sweeps[m])
@@ -2764,7 +2745,7 @@ class Loader:
         return list(zip(*on_device))
 
 
-# ======== 9. Schedules ========================================================== budget 90 ====
+# ======== 9. Schedules ========================================================== budget 100 ====
 # What changes during a run, as pure functions of (cfg, step): no tensor, no rank, no state. Steps count
 # from 0. Stage boundaries are in section 1 (Config.stage_ends), since the command line is checked against
 # them; everything here follows from them.
@@ -2810,10 +2791,8 @@ def n_classes_at(cfg, step):
 
 
 def event_at(cfg, step):
-    """0, or the number of pairs of steps for which the sparse tables are updated after a step: 1, later 2.
-
-    The last step of all updates them in any case, so that no gradient is lost.
-    """
+    """0, or for how many pairs of steps the sparse tables are updated after a step: 1, later 2. The last step
+    of all updates them in any case, so that no gradient is lost."""
     switch = EVENT_SWITCH * min(1.0, cfg.n_steps / REFERENCE_STEPS)
     if step < EVENT_EVERY * round(switch / EVENT_EVERY):
         return step % 2
@@ -2841,8 +2820,7 @@ def yarn(freqs, scale, old, new):
     """Frequencies and softmax scale after the window has grown from old to new tokens [3].
 
     Slow frequencies, with less than one turn in the old window, are stretched by new / old; fast ones, with
-    more than 32, stay; those between are blended.
-    """
+    more than 32, stay; those between are blended."""
     low, high = YARN_TURNS
     keep = [min(max((old * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in freqs]
     shrunk = [f * (old / new + k * (1 - old / new)) for f, k in zip(freqs, keep)]
@@ -2853,8 +2831,7 @@ def rotary_at(cfg, stage, wide):
     """(angular frequencies, softmax scale) of a stage's wide or narrow heads: d_head/4 frequencies, falling.
 
     One YaRN step for every growth of the window up to this stage; narrow heads follow the short window, wide
-    ones the long one. Validation takes no step.
-    """
+    ones the long one. Validation takes no step."""
     n = cfg.d_head // 2 // 2
     freqs = [ROTARY_BASE ** (-i / max(n - 1, 1)) for i in range(n)]
     scale = cfg.scale_wide if wide else cfg.scale_narrow
@@ -2865,7 +2842,7 @@ def rotary_at(cfg, stage, wide):
     return freqs, scale
 
 
-# ======== 10. Graphs ============================================================ budget 130 ====
+# ======== 10. Graphs ============================================================ budget 150 ====
 # What is done once per process before the clock starts: which replacements run, whether the memory suffices,
 # and every shape run once on synthetic tokens, so that all is compiled, libraries are loaded, connections
 # stand, and what cannot work fails early.
@@ -2935,8 +2912,8 @@ def memory_needed(cfg, comm):
     n-grams with its states, training, validation)."""
     optimizer, longest = make(cfg, comm, torch.device("meta"))[1], max(stage.T for stage in cfg.stages)
     table = sum(x.nbytes for xs in optimizer.lazy().values() for x in xs)
-    return (2 * sum(x.nbytes for x in optimizer.tensors()), table, stream_bytes(cfg, longest)[0],
-            stream_bytes(cfg, cfg.val_seq)[1])
+    return (2 * sum(x.nbytes for x in optimizer.tensors()), table,
+            stream_bytes(cfg, longest, cfg.n_micro // comm.world)[0], stream_bytes(cfg, cfg.val_seq, 1)[1])
 
 
 def check_memory(cfg, comm):
@@ -2949,22 +2926,19 @@ def check_memory(cfg, comm):
         return
     # Shorter streams only if they do not fit without a table; of the table what then remains.
     lengths = max(stage.T for stage in cfg.stages), cfg.val_seq
-    halvings = [next((i for i in range(SHIFTS) if held + stream_bytes(cfg, n >> i)[scored] <= free), SHIFTS)
-                for scored, n in enumerate(lengths)]
-    spare = free - held - max(stream_bytes(cfg, n >> i)[k] for k, (n, i) in enumerate(zip(lengths, halvings)))
-    cures = []
-    if halvings[0]:
-        cures += [f"t_factor={cfg.t_factor / 2 ** halvings[0]:g} n_micro={cfg.n_micro * 2 ** halvings[0]} "
-                  f"(as many tokens a step)"]
-    if halvings[1]:
-        cures += [f"val_seq={cfg.val_seq >> halvings[1]}"]
-    if table > spare:
-        rows = spare * cfg.ngram_rows // table // ROWS_MULTIPLE * ROWS_MULTIPLE
-        cures += [f"ngram_rows={rows}, the largest table that fits"]
+    takes = [[stream_bytes(cfg, n >> i, (cfg.n_micro << i) // comm.world)[scored] for i in range(SHIFTS)]
+             for scored, n in enumerate(lengths)]
+    halvings = [next((i for i in range(SHIFTS) if held + one[i] <= free), SHIFTS) for one in takes]
+    spare = free - held - max(one[min(i, SHIFTS - 1)] for one, i in zip(takes, halvings))
+    rows, i, j = spare * cfg.ngram_rows // max(table, 1) // ROWS_MULTIPLE * ROWS_MULTIPLE, *halvings
+    cures = [text for needs, text in (
+        (i, f"t_factor={cfg.t_factor / 2 ** i:g} n_micro={cfg.n_micro * 2 ** i} (as many tokens a step)"),
+        (j, f"val_seq={cfg.val_seq >> j}"),
+        (table > spare, f"ngram_rows={rows}, the largest table that fits")) if needs]
     take = f"Take {' and '.join(cures)}." if max(halvings) < SHIFTS else "The weights alone do not fit."
-    raise Refusal(f"rank {comm.rank}: T={lengths[0]:,}, val_seq={cfg.val_seq:,} and ngram_rows={cfg.ngram_rows:,} "
-                  f"need about {needed:,} bytes ({needed / GIB:.1f} GiB) of GPU memory, free are {free:,} "
-                  f"({free / GIB:.1f} GiB). {take}")
+    raise Refusal(f"rank {comm.rank}: T={lengths[0]:,}, val_seq={cfg.val_seq:,} and "
+                  f"ngram_rows={cfg.ngram_rows:,} need about {needed:,} bytes ({needed / GIB:.1f} GiB) of "
+                  f"GPU memory, free are {free:,} ({free / GIB:.1f} GiB). {take}")
 
 
 def synthetic(plan, device):
@@ -2982,8 +2956,7 @@ def synthetic(plan, device):
 def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
     """One micro-batch of every shape, two optimizer steps, one validation stream; then undo it all.
 
-    plans: {StepPlan of a shape: View}, largest T first. tell(text) is called after every part.
-    """
+    plans: {StepPlan of a shape: View}, largest T first. tell(text) is called after every part."""
     device, counts = model.w_embed.device, (optimizer.n_adam, [*optimizer.events])
     # Two steps, because Adam steps on odd ones only. Nothing here draws a random number or asks the loader.
     before, rows = [x.clone() for x in optimizer.tensors()], []
@@ -3013,7 +2986,7 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
     tell("validation")
 
 
-# ======== 11. Train ============================================================= budget 365 ====
+# ======== 11. Train ============================================================= budget 375 ====
 # A run from the command line to the last line of the log. Invariants:
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.
@@ -3023,6 +2996,7 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
 
 RING = 8                     # entries of two steps each whose loss may be under way
 MIB = 1 << 20
+SAVED_ROWS = 1 << 18         # rows of a table that travel at once to be saved
 
 
 class LossRing:
@@ -3055,23 +3029,13 @@ class LossRing:
             yield steps, entry.tolist(), stamps
 
 
-def turns(freqs, n_positions, n_still, device):
-    """Rotary table, see rotate: (n_positions, 1, E/2, 2), with n_still pairs that do not turn."""
-    position = torch.arange(n_positions, dtype=torch.float64, device=device)
-    angle = torch.outer(position, torch.tensor(freqs, dtype=torch.float64, device=device))
-    turning = torch.stack((angle.cos(), -angle.sin()), -1).float()
-    return torch.cat((turning, turning.new_tensor((1.0, 0.0)).expand(n_positions, n_still, 2)), 1)[:, None]
-
-
 def view_at(cfg, stage, device, n_positions, long=None, block=None):
     """View of a stage for streams of n_positions tokens; `long` and `block` replace its long window and the
     pointer's block."""
     (narrow, scale_narrow), (wide, scale_wide) = (rotary_at(cfg, stage, wide) for wide in (False, True))
-    doubled = turns(narrow, 2 * n_positions, 0, device)
-    return View(cfg.stages[stage].short, long or cfg.stages[stage].long,
-                torch.tensor(scale_narrow, device=device), torch.tensor(scale_wide, device=device),
-                doubled[:n_positions], doubled.view(n_positions, 2, -1, 2),
-                turns(wide, n_positions, len(wide), device), block or cfg.pointer_block)
+    scales = (torch.tensor(x, device=device) for x in (scale_narrow, scale_wide))
+    return View(cfg.stages[stage].short, long or cfg.stages[stage].long, block or cfg.pointer_block, *scales,
+                **Model.turn_tables(narrow, wide, n_positions, device))
 
 
 def tokens_until(cfg, step):
@@ -3107,15 +3071,14 @@ def begin(cfg, comm, log, guard, *, model, optimizer, telemetry):
     telemetry.clock, telemetry.samples = Clock(comm), []
     log.flush()
     return Run(cfg, comm, log, guard, telemetry.clock, model, optimizer, telemetry, Loader(cfg, comm, plan),
-               LossRing(comm.device, optimizer.tail.shape), [], 0.0, 0)
+               LossRing(comm.device, optimizer.flat.tail.shape), [], 0.0, 0)
 
 
 def prepare(cfg, comm, log, guard, *, ops, telemetry):
     """Everything up to the start of the clock that is done once per process. Returns a Run."""
     model, optimizer = make(cfg, comm, comm.device, ops)
-    shares = sum(row.param.numel() for row in optimizer.sparse)
-    n_parameters = sum(p.numel() for p in model.parameters()) + (comm.world - 1) * shares
-    log.line(f"parameters: {n_parameters:,}")
+    numbers = [row.param.numel() * (comm.world if row in optimizer.sparse else 1) for row in optimizer.rows]
+    log.line(f"parameters: {sum(numbers):,}")
     log.phase("model")
     guard.step()
 
@@ -3136,15 +3099,13 @@ def prepare(cfg, comm, log, guard, *, ops, telemetry):
 def renew(run, cfg, log):
     """A Run like `run` with the seed of cfg: new weights at the old addresses, states zero."""
     least = replace(cfg, ngram_rows=min(cfg.ngram_rows, ROWS_MULTIPLE))    # the table itself begins at zero
-    fresh = Model(least, torch.device("cpu"), part=(run.comm.rank, run.comm.world))
+    weights = Model(least, torch.device("cpu"), part=(run.comm.rank, run.comm.world)).state_dict()
     with torch.no_grad():
         for x in (*run.optimizer.tensors(), *sum(run.optimizer.lazy().values(), [])):
             x.zero_()
-        for part in "parameters", "buffers":
-            theirs = dict(getattr(fresh, f"named_{part}")())
-            for name, x in getattr(run.model, f"named_{part}")():
-                if x.shape == theirs[name].shape:
-                    x.copy_(theirs[name])
+    for arrived in run.optimizer.arrived.values():       # after the last event of the run before
+        arrived.clear()
+    run.model.load_state_dict({name: x for name, x in weights.items() if name != "w_gram"}, strict=False)
     run.optimizer.n_adam, run.optimizer.events = 0, []
     log.phase("new weights")
     return begin(cfg, run.comm, log, run.guard, model=run.model, optimizer=run.optimizer,
@@ -3153,7 +3114,7 @@ def renew(run, cfg, log):
 
 def train_step(run, batch, view, step):
     """Forward and backward of this rank's micro-batches, then the optimizer; the tail gets loss and flag."""
-    tail = run.optimizer.tail[step % 2].zero_()
+    tail = run.optimizer.flat.tail[step % 2].zero_()
     run.model.near = run.optimizer.pull(run.model.wanted(batch), True)
     for micro_batch in batch:
         loss = run.model(micro_batch, view)
@@ -3185,13 +3146,12 @@ def report(run, wait=False):
 def validate(run, step, long=None):
     """Mean loss over all validation tokens before step `step`. When it returns, the clock stands.
 
-    On the clock: rotary table, reading the tokens, bringing the rows of the tables. Off it: the forward passes,
-    for which the rows are brought again, since those of one stream are held at a time. They mask the classes
-    that are no tokens. A stream's loss does not depend on the rank that computes it, nor their order of
-    summing.
-    """
+    On the clock: rotary table, reading the tokens, bringing the rows of the tables. Off it: the forward
+    passes, which mask the classes that are no tokens and have the rows brought again, one stream's at a time.
+    A stream's loss does not depend on the rank that computes it, nor their order of summing."""
     cfg, comm, sums = run.cfg, run.comm, []
-    view = view_at(cfg, stage_at(cfg, max(step - 1, 0)), comm.device, cfg.val_seq, long, cfg.val_pointer_block)
+    stage, block = stage_at(cfg, max(step - 1, 0)), cfg.val_pointer_block
+    view = view_at(cfg, stage, comm.device, cfg.val_seq, long, block)
     streams = read_validation(cfg, comm, run.loader.vocabulary)
     streams = [[x if x is None else x.to(comm.device) for x in stream] for stream in streams]
     for stream in streams:
@@ -3240,22 +3200,28 @@ def train(run):
         run.guard.step()
         stamps.append(run.clock.stamp())
         if step % 2 == 1:                        # the tail was summed with the small gradients
-            run.ring.push((step - 1, step), run.optimizer.tail, stamps)
+            run.ring.push((step - 1, step), run.optimizer.flat.tail, stamps)
             stamps = []
             report(run)
     if stamps:                                   # stopped after an even step: its loss is summed alone
-        run.comm.all_reduce(run.optimizer.tail).wait()
-        run.ring.push((cfg.n_run - 1,), run.optimizer.tail, stamps)
+        run.comm.all_reduce(run.optimizer.flat.tail).wait()
+        run.ring.push((cfg.n_run - 1,), run.optimizer.flat.tail, stamps)
     return validate(run, cfg.n_run, cfg.val_long)
 
 
 # ---- 11.2 main: from the command line to the last line of the log --------------------------------
 
+def whole(comm, share):
+    """On rank 0 the ranks' shares of a table, one behind the other, on the CPU; elsewhere nothing."""
+    pieces = (comm.collect(piece.cpu()) for piece in share.split(SAVED_ROWS))
+    kept = [piece for piece in pieces if comm.rank == 0]
+    return torch.cat([piece[rank] for rank in range(comm.world) for piece in kept]) if kept else None
+
+
 def save_weights(run):
     """Rank 0 writes the weights with the settings that made them; a killed save leaves no such file."""
-    weights = run.model.state_dict()
-    for row in run.optimizer.sparse:
-        weights[row.name] = run.comm.gather(row.param.data)
+    tables = {row.name: whole(run.comm, row.param.data) for row in run.optimizer.sparse}
+    weights = run.model.state_dict() | tables
     if run.comm.rank == 0:
         part = run.cfg.save + ".part"
         torch.save({"config": asdict(run.cfg), "weights": weights}, part)
@@ -3265,8 +3231,7 @@ def save_weights(run):
 
 def telemetry_lines(samples):
     """Footer lines on the GPUs while the clock ran, n/a without samples."""
-    names = ("gpu_sm_mhz", "gpu_power_w", "gpu_temp_c")
-    columns = list(zip(*samples))[2:] or [()] * len(names)
+    names, columns = ("gpu_sm_mhz", "gpu_power_w", "gpu_temp_c"), list(zip(*samples))[2:] or [(), (), ()]
     return [f"{name}: " + (f"mean {np.mean(x):.0f}, least {min(x):.0f}, most {max(x):.0f}" if x else "n/a")
             for name, x in zip(names, columns)]
 

@@ -222,7 +222,7 @@ for step in range(4):
     read = {{key: ids.unique()[:len(ids) * (step != 1 or key[1] != 3)] for key, ids in read.items()}}
     near = opt.pull({{name: torch.cat([read[name, m] for m in mine]).unique() for name in n_rows}}, True)
     for name, rows in near.items():
-        whole = comm.gather(getattr(model, name).data)
+        whole = tg.whole(comm, getattr(model, name).data)
         want = comm.collect(whole if rank == 0 else None)[0][rows.ids]
         assert torch.equal(rows.values.detach(), want), "another row came"
         for m in mine:
@@ -241,7 +241,7 @@ for step in range(4):
     opt.step(step, 1.0, 0.9, step % 2)
 sums = [p.double().sum().item() for name, p in model.named_parameters() if name not in n_rows]
 assert all(s == sums for s in comm.collect(sums)), "ranks disagree"
-tables = [comm.gather(x) for name in n_rows for x in (getattr(model, name).data, opt.state[name]["m2"])]
+tables = [tg.whole(comm, x) for name in n_rows for x in (getattr(model, name).data, opt.state[name]["m2"])]
 if rank == 0:
     torch.save(tables + [p.data for name, p in model.named_parameters() if name not in n_rows], sys.argv[1])
 comm.close()

@@ -285,7 +285,7 @@ def test_a_changed_vocabulary_file_is_refused(tg, tmp_path):
 def test_prefix_table_is_the_published_one(tg):
     """Against the hash in the public notes, samples by hand, and every entry against its bytes."""
     vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", True)
-    table = tg.prefix_table(vocabulary)
+    table = vocabulary.prefixes
     sha = hashlib.sha256(table.astype("<i4").tobytes()).hexdigest()
     assert sha == "36281293860d09f2307c3d2cd503f2e595e24c165fbd49b11f89cfaed71b617c"
     assert table.shape == (50_304,) and (table >= 0).sum() == 50_000 and table[50_256:].max() == -1
@@ -347,7 +347,7 @@ def test_a_prefix_that_is_no_candidate_is_dropped(tg, tmp_path):
     loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), plans(tg))
     following = docs(97, 45, 3)[1:]
     targets, weights, classes = loader._targets(following, plans(tg)[0], 0)
-    prefix = loader.prefix_of[following]
+    prefix = loader.vocabulary.prefixes[following]
     inside = np.isin(prefix, classes) & (prefix >= 0)
     assert 0 < inside.sum() < len(inside)
     assert ((weights[:, -1] == 0.25) == inside).all() and (weights[~inside, -1] == 0).all()
