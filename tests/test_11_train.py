@@ -125,3 +125,98 @@ def test_t_factor_and_more_micro_batches_keep_the_tokens_of_a_step(tmp_path):
     assert run([*SMALL, "t_factor=0.5", "n_micro=4", f"log_dir={tmp_path}"]).returncode == 0
     lines, footer = read_log(tmp_path)
     assert int(footer["tokens"]) == 5 * 2 * 256 and any("T 128 | batch 512 tokens" in line for line in lines)
+
+
+def test_validation_tokens_never_reach_training(tg, tmp_path):
+    """Other validation files, or no validation on the way: every saved weight keeps its bits, the table's among them."""
+    from conftest import docs, shard
+    shard(tmp_path / "val.bin", docs(5000, 40, seed=3))
+    saved = []
+    for i, more in enumerate(([], ["val_every=1"], ["val_every=1", f"val_files={tmp_path}/val.bin"])):
+        out = run([*SMALL, *more, f"log_dir={tmp_path}/{i}", f"save={tmp_path}/{i}.pt"])
+        assert out.returncode == 0, out.stderr[-2000:]
+        saved.append(torch.load(tmp_path / f"{i}.pt", weights_only=True)["weights"])
+    assert saved[0]["w_gram"].any() and saved[0]["w_gram"].shape == (65_536, 48)
+    for other in saved[1:]:
+        assert all(torch.equal(saved[0][name], other[name]) for name in saved[0])
+
+
+def test_an_uneven_number_of_validation_streams_on_two_ranks(tmp_path):
+    """Three streams: in the last round one rank has none, and still gives its rows to the other."""
+    words = [word for word in SMALL if not word.startswith("val_tokens")] + ["val_tokens=6144", "stop=2"]
+    results = []
+    for ranks in (1, 2):
+        out = run([*words, f"log_dir={tmp_path}/{ranks}"], ranks)
+        assert out.returncode == 0, out.stderr[-2000:]
+        results.append(float(read_log(tmp_path / str(ranks))[1]["val_loss"]))
+    assert results[0] == pytest.approx(results[1], abs=0.001)
+
+
+def test_switches_turn_table_and_pointer_off(tmp_path):
+    """Each alone changes the loss of the third step; a smaller table is said not to be the record's."""
+    found = {}
+    for word in ("ngram_rows=65536", "ngram_rows=0", "ngram_rows=32768", "pointer_block=0", "fold_case=false"):
+        out = run([*SMALL, word, "stop=3", f"log_dir={tmp_path}/{word}"])
+        assert out.returncode == 0, out.stderr[-2000:]
+        lines, keys = read_log(tmp_path / word)
+        found[word] = losses(lines)[2]
+        assert ("record-grade" in keys) == (word in ("ngram_rows=0", "ngram_rows=32768"))
+    assert len(set(found.values())) == 5, found
+
+
+@pytest.fixture(scope="module")
+def thirty_steps(tg, tmp_path_factory):
+    """`tiny` at half its width for 30 steps; beside it the sparse tables once more, dense and written out: gradients of the
+    whole table by autograd, every row in every event. Returns the saved tables and the dense ones."""
+    from dataclasses import replace
+    from types import SimpleNamespace
+    cfg = replace(tg.PRESETS["tiny"], d_model=48, d_head=8, d_mlp=40, n_micro=2, save=str(tmp_path_factory.mktemp("t") / "w.pt"))
+    comm = tg.Comm(cfg, 0, 0, 1)
+    model, opt = tg.make(cfg, comm, comm.device)
+    loader = tg.Loader(cfg, comm, [tg.plan_at(cfg, step) for step in range(30)])
+    loader.resume()
+    run = SimpleNamespace(cfg=cfg, comm=comm, model=model, optimizer=opt, guard=SimpleNamespace(step=lambda: None),
+                          log=SimpleNamespace(line=lambda text: None))
+    p = {name: getattr(model, name).detach().clone() for name in ("w_gram", "w_value")}
+    g = {name: torch.zeros_like(x) for name, x in p.items()}
+    row_m2, m, m2, n = torch.zeros(len(p["w_gram"])), torch.zeros_like(p["w_value"]), torch.zeros_like(p["w_value"]), 0
+    for step in range(30):
+        batch, k = loader.next(), tg.stage_at(cfg, step)
+        view = tg.view_at(cfg, k, comm.device, cfg.stages[k].T)
+        others = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+        model.near = {}
+        for name, grad in g.items():
+            getattr(model, name).grad = grad
+        for micro_batch in batch:
+            model(micro_batch, view).backward()
+        for name, x in model.named_parameters():
+            if name in g:
+                x.grad = None
+            else:
+                x.grad.copy_(others[name])
+        tg.train_step(run, batch, view, step)
+        stands_for = step % 2 if step < 12 else 2 * (step % 4 == 3)
+        if stands_for:
+            n, lr = n + 1, cfg.adam_lr * 70 * tg.lr_at(cfg, step)
+            b1, b2, wd = 0.75**stands_for, 0.95**stands_for, 0.005 * 5 * stands_for
+            g = {name: x / 2 for name, x in g.items()}
+            row_m2 = b2 * row_m2 + (1 - b2) * g["w_gram"].square().mean(1)
+            u = lr * (1 - b2**n)**0.5 * g["w_gram"] / (row_m2.sqrt() + 1e-10)[:, None]
+            p["w_gram"] -= u + (u * p["w_gram"] > 0) * lr * lr * wd * p["w_gram"]
+            m, m2 = b1 * m + (1 - b1) * g["w_value"], b2 * m2 + (1 - b2) * g["w_value"].square()
+            u = lr * (1 - b2**n)**0.5 / (1 - b1**n) * m / (m2.sqrt() + 1e-10)
+            p["w_value"] -= u + (u * p["w_value"] > 0) * lr * lr * wd * p["w_value"]
+            g = {name: torch.zeros_like(x) for name, x in p.items()}
+    tg.save_weights(run)
+    return torch.load(cfg.save, weights_only=True)["weights"], p
+
+
+@pytest.mark.parametrize("name", ("w_gram", "w_value"))
+def test_saved_rows_equal_a_dense_reimplementation(thirty_steps, name):
+    """After 30 steps of 10 events, those of half the cadence among them; the step after the last event has changed nothing."""
+    saved, dense = thirty_steps
+    assert 0.01 < (dense["w_gram"] != 0).any(1).float().mean() < 0.5
+    a, b = saved[name], dense[name]
+    assert (a - b).norm() <= 1e-5 * b.norm() and ((a != 0).any(1) == (b != 0).any(1)).all()
+    worst = (a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-3)
+    assert worst.max() < 1e-2, worst.max()
