@@ -8,14 +8,14 @@ import torch
 from conftest import losses, read_log, run
 
 STOP = 6
-GOLDEN = [13.496773, 13.338682, 12.799838, 11.948275, 10.387543, 10.492590]   # first losses, seed 1
+GOLDEN = [13.485704, 13.324640, 12.778671, 11.936704, 10.358786, 10.538815]   # first losses, seed 1
 FORMS = [
     r"(script|data_hash): [0-9a-f]{64}", r"git: \S+", r"preset: tiny", r"(seed|world|steps|tokens|epochs): \d+",
     r"(host|software): .+", r"config: \{.+\}", r"parameters: [\d,]+", r"train_tokens: [\d,]+ usable",
     r"phase: .+ \d+\.\d s", r"stage \d \| until step \d+ \| .+", r"val_(loss|unigram): \d+\.\d{6}",
     r"step +\d+/42 \| tokens +[\d,]+ \| loss +\d+\.\d{6} \| time +\d+\.\d{3} s \| +\d+\.\d\d ms/step",
     r"val +\d+/42 \| loss +\d+\.\d{6} \| time +\d+\.\d{3} s", r"batch +\d+( \||( [0-9a-f]{8}))+", r"---",
-    r"fast: none", r"ms_by_stage: \d+\.\d\d(, \d+\.\d\d)*", r"tokens_per_s: \d+", r"cold_start_s: \d+\.\d",
+    r"fast: none", r"record-grade: no \(ngram_rows=\d+\)", r"ms_by_stage: \d+\.\d\d(, \d+\.\d\d)*", r"tokens_per_s: \d+", r"cold_start_s: \d+\.\d",
     r"compiled_on_clock: 0", r"gpu_(sm_mhz|power_w|temp_c): n/a", r"train_s(_spread)?: \d+\.\d+", r"ms_per_step: \d+\.\d\d", r"peak_gpu_mib: (\d+|n/a)", r"saved: .+", r"end: ok",
 ]
 
@@ -95,12 +95,12 @@ def test_every_line_of_a_log_has_a_documented_form(runs):
 
 
 def test_the_main_job_learns_from_context(tmp_path):
-    """The whole of `tiny`: at most 6.97, and below what token frequencies alone can reach."""
+    """The whole of `tiny`: at most 6.95, and below what token frequencies alone can reach."""
     out = run(["tiny", f"log_dir={tmp_path}"], timeout=500, OMP_NUM_THREADS="2")
     assert out.returncode == 0, out.stderr[-3000:]
     lines, footer = read_log(tmp_path)
     assert lines[-1] == "end: ok" and len(losses(lines)) == 42
-    assert float(footer["val_loss"]) <= 6.97 < float(footer["val_unigram"])
+    assert float(footer["val_loss"]) <= 6.95 < float(footer["val_unigram"])
     assert footer["tokens"] == "180224"
 
 
@@ -220,3 +220,16 @@ def test_saved_rows_equal_a_dense_reimplementation(thirty_steps, name):
     assert (a - b).norm() <= 1e-5 * b.norm() and ((a != 0).any(1) == (b != 0).any(1)).all()
     worst = (a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-3)
     assert worst.max() < 1e-2, worst.max()
+
+
+@pytest.mark.parametrize("rows", (1, 3, 100))
+def test_shares_of_a_table_are_joined_in_the_order_of_their_ranks(tg, monkeypatch, rows):
+    """However many rows travel at once; ranks other than the first keep nothing."""
+    from types import SimpleNamespace
+    monkeypatch.setattr(tg, "SAVED_ROWS", rows)
+    share = torch.arange(14.).view(7, 2)
+    both = SimpleNamespace(rank=0, world=2, collect=lambda x: [x, x + 100])
+    assert torch.equal(tg.whole(both, share), torch.cat((share, share + 100)))
+    asked = []
+    other = SimpleNamespace(rank=1, world=2, collect=lambda x: asked.append(x) or [x, x])
+    assert tg.whole(other, share) is None and sum(map(len, asked)) == 7
