@@ -186,6 +186,7 @@ class Config:
     adam_lr: float = 0.008
     adam_wd: float = 0.005       # likewise, times the row's own factor
     adam_eps: float = 1e-10
+    ngram_lr: float = 1.0        # factor on the rate of the table of n-grams
     # limits in seconds
     join_limit_s: int = 120      # all ranks must have joined
     start_limit_s: int = 600     # a collective or a phase before the clock starts
@@ -219,7 +220,7 @@ PRESETS = {
     "tiny": replace(
         RECORD, preset="tiny", fast="none", n_sched=39, d_model=96, d_head=16, d_mlp=352, dtype="fp32",
         adam_lr=0.02, scale_narrow=0.37, scale_wide=0.24, ngram_rows=65_536, pointer_block=128,
-        val_pointer_block=512,
+        val_pointer_block=512, ngram_lr=0.2,
         p_early=2048, p_middle=2048, p_late=2048,
         train_files="data/sample/sample_train_*.bin", val_files="data/sample/sample_val_*.bin",
         val_tokens=16_384, val_seq=2048, val_long=160,
@@ -1912,13 +1913,12 @@ class Model(nn.Module):
         weight("mlp", (padded(2 * N_MLPS), cfg.d_mlp, D), bound, "uniform", 2 * N_MLPS)
         with torch.no_grad():
             self.mlp.view(-1, 2, cfg.d_mlp, D)[:, 1] = 0       # down: at first an MLP adds nothing
-        L = len(LAYERS)
+        L, hidden = len(LAYERS), (2, GATE_WIDTH, D)
         for name, start in (("v", [0.5] * n), ("o", [1.0] * n), ("smear", 0.0), ("skip", INIT_SKIP),
                             ("attn", [1.0] * n), ("mlp", [1.0] * L), ("stream", [[INIT_STREAM] * 2] * L)):
             small(f"mix_{name}", start)
         small("gate_smear", torch.zeros(GATE_INPUTS))
         small("gate_value", torch.zeros(len(VALUE_GATES), H, GATE_INPUTS))
-        hidden = (2, GATE_WIDTH, D)
         weight("gate_w1", hidden, D ** -0.5, "uniform", dtype=torch.float32)
         small("gate_scale", GATE_SCALE)
         for which, second in (("pre", False), ("post", True)):
@@ -2161,6 +2161,8 @@ def param_table(model, cfg):
     up = max(1.0, cfg.d_mlp / cfg.d_model) ** 0.5
     lr_mul = torch.tensor([up, 2 * up], device=model.mlp.device).repeat(len(model.mlp) // 2)[:, None, None]
     rows["mlp"] = replace(rows["mlp"], lr_mul=lr_mul)
+    if table := rows.get("w_gram"):
+        rows["w_gram"] = replace(table, lr_mul=table.lr_mul * cfg.ngram_lr)
     if astray := {name for name, _ in model.named_parameters()} - set(rows):
         raise RuntimeError(f"PARAMS has no row for {', '.join(sorted(astray))}")
     return list(rows.values())

@@ -147,7 +147,7 @@ def test_adam_parameters_step_on_odd_steps_with_the_sum_of_two_gradients(tg, one
     opt.step(1, 1.0, 0.9, 1)
     for row in tg.param_table(model, cfg):
         if row.name == "w_gram":
-            p, g, lr = start["w_gram"], total["w_gram"] / 8, cfg.adam_lr * 70
+            p, g, lr = start["w_gram"], total["w_gram"] / 8, cfg.adam_lr * 70 * cfg.ngram_lr
             u = g / (0.05 * g.square().mean(1, keepdim=True)).sqrt().add(1e-10) * lr * 0.05 ** 0.5
             want = p - (u + (u * p > 0) * lr * lr * 0.005 * 5 * p)
             torch.testing.assert_close(model.w_gram.data, want)
@@ -277,14 +277,14 @@ def test_an_event_takes_the_gradients_of_all_steps_since_the_last_one(tg, one_ra
         total = {name: total.get(name, 0) + g for name, g in grads.items()}
         assert all(torch.equal(getattr(model, name).data, x) for name, x in start.items())
         opt.step(step, 1.0, 0.9, 2 * (step == 3))
-    lr, beta2 = cfg.adam_lr * 70, 0.95**2
+    beta2, lr = 0.95**2, cfg.adam_lr * 70 * cfg.ngram_lr
     p, g = start["w_gram"], total["w_gram"] / 8
     m2 = (1 - beta2) * g.square().mean(1)
     u = g / m2.sqrt().add(1e-10)[:, None] * lr * (1 - beta2) ** 0.5
     torch.testing.assert_close(model.w_gram.data, p - (u + (u * p > 0) * lr * lr * 0.005 * 10 * p))
     torch.testing.assert_close(opt.state["w_gram"]["m2"], m2)
     p = start["w_value"].clone()
-    adam_step(tg, p, total["w_value"] / 8, torch.zeros_like(p), torch.zeros_like(p), lr=lr, betas=(0.75**2, beta2),
+    adam_step(tg, p, total["w_value"] / 8, torch.zeros_like(p), torch.zeros_like(p), lr=lr / cfg.ngram_lr, betas=(0.75**2, beta2),
               wd=0.005 * 10, eps=1e-10, count=1)
     torch.testing.assert_close(model.w_value.data, p)
 

@@ -201,8 +201,9 @@ def thirty_steps(tg, tmp_path_factory):
             b1, b2, wd = 0.75**stands_for, 0.95**stands_for, 0.005 * 5 * stands_for
             g = {name: x / 2 for name, x in g.items()}
             row_m2 = b2 * row_m2 + (1 - b2) * g["w_gram"].square().mean(1)
-            u = lr * (1 - b2**n)**0.5 * g["w_gram"] / (row_m2.sqrt() + 1e-10)[:, None]
-            p["w_gram"] -= u + (u * p["w_gram"] > 0) * lr * lr * wd * p["w_gram"]
+            slow = lr * cfg.ngram_lr
+            u = slow * (1 - b2**n)**0.5 * g["w_gram"] / (row_m2.sqrt() + 1e-10)[:, None]
+            p["w_gram"] -= u + (u * p["w_gram"] > 0) * slow * slow * wd * p["w_gram"]
             m, m2 = b1 * m + (1 - b1) * g["w_value"], b2 * m2 + (1 - b2) * g["w_value"].square()
             u = lr * (1 - b2**n)**0.5 / (1 - b1**n) * m / (m2.sqrt() + 1e-10)
             p["w_value"] -= u + (u * p["w_value"] > 0) * lr * lr * wd * p["w_value"]
