@@ -1,7 +1,7 @@
 """train_gpt.py: trains a GPT-2-scale language model, as fast as the hardware allows, in one readable file.
 
-Measured with this file: preset tiny (42 steps, 180,224 tokens of English) reaches validation loss 6.59 in
-50 s on 2 CPU cores; the frequencies of the tokens alone give 7.23. What was measured on GPUs, and with which
+Measured with this file: preset tiny (42 steps, 180,224 tokens of English) reaches validation loss 6.55 in
+60 s on one CPU core; the frequencies of the tokens alone give 7.23. What was measured on GPUs, and with which
 state of the script, stands in records/.
 
     torchrun --nproc_per_node=8 train_gpt.py              the record preset on 8 GPUs (1, 2, 4 or 8 work)
@@ -1657,6 +1657,7 @@ class Flat:
 
 
 # ---- 4.9 pointer: what a token copies from those before it ----------------------------------------
+# Without a pair: a GPU runs the reference, which takes two blocks of keys at a time and never a (T, T) tensor.
 
 POINTER_ROWS = 1024          # queries that the pointer takes at once
 
@@ -2992,8 +2993,8 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
 # A run from the command line to the last line of the log. Invariants:
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.
-# (2) The host never waits for the device within a stage, but for the ring, where a step's loss is read when
-#     it is there, at most 16 steps later, and for the bounds of documents (4.1, fast=attention).
+# (2) The host never waits for the device within a stage, but for the ring (a step's loss is read when it is
+#     there, at most 16 steps later), the bounds of documents (4.1) and the numbers of rows to bring (4.7).
 # (3) Every decision to stop is made from numbers that all ranks share, or by the Guard.
 
 RING = 8                     # entries of two steps each whose loss may be under way

@@ -126,9 +126,13 @@ def test_loss_rows_at_every_shape_of_the_schedule(tg, n, n_targets):
     rand = rand_on("cuda", n)
     logits, weights = 3 * rand(4096, n), rand(4096, n_targets).float().abs()
     targets = torch.randint(0, n, (4096, n_targets), device="cuda")
-    want = tg.loss_rows_ref(logits.float(), targets, weights, n, True)
-    got = tg.compiled(tg.FAST["loss_rows"])(logits, targets, weights, n, True)
-    assert [error(a.double(), b.double(), 1) < 0.01 for a, b in zip(got, want)] == [True, True]
+    mix, copy = rand(4096, 3).float().softmax(1)[:, :2], torch.tensor([n - 47], device="cuda")
+    op = tg.compiled(tg.FAST["loss_rows"])
+    for more, column in ((None, None), (mix, copy)):
+        want = tg.loss_rows_ref(logits.float(), targets, weights, n, True, more, copy=column)
+        got = op(logits, targets, weights, n, True, more, copy=column)
+        pairs = [(a.double(), b.double()) for a, b in zip(got, want) if b is not None]
+        assert len(pairs) == 2 + (more is not None) and all(error(a, b, 1) < 0.01 for a, b in pairs)
 
 
 def test_every_row_is_tested(tg):
