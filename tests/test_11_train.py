@@ -65,7 +65,8 @@ def test_validating_on_the_way_changes_no_bit_of_the_training(runs):
     assert other["val_loss"] == footer["val_loss"]
     vals = [line for line in often if line.startswith("val ")]
     assert [int(line.split()[1].split("/")[0]) for line in vals] == [0, 2, 4, 6]
-    assert float(vals[0].split("loss ")[1].split()[0]) == pytest.approx(math.log(50257), abs=0.01)
+    at_first = float(vals[0].split("loss ")[1].split()[0])         # uniform, but for what the pointer copies already
+    assert at_first < math.log(50257) and at_first == pytest.approx(10.8095, abs=0.01)
 
 
 def test_another_seed_reads_the_same_data(runs):
