@@ -19,7 +19,7 @@ Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each 
     8  Data          490   token shards: reading, checking, packing documents; targets; the worker thread
     9  Schedules     100   stages, rates, windows, classes and targets as pure functions of the step
     10 Graphs        150   what is done once before the clock starts: compiling, memory, warm-up
-    11 Train         375   validation, the timed loop, main
+    11 Train         380   validation, the timed loop, main
 
 Three ways to read it: for the learning 1, 9, 6, 7; for the systems 2, 4, 8, 10; to run it 11 and README.md.
 
@@ -820,7 +820,7 @@ def script_lines():
 
 # ======== 3. Numbers ============================================================ budget 45 ====
 # Number formats, and the registry of fast replacements, without knowledge of who uses them. Weights and
-# activations have the format of the run, sums and states of optimizers are fp32; 4.5 has the fp32 masters of
+# activations have the format of the run, sums and states of optimizers are fp32; 4.6 has the fp32 masters of
 # bf16 weights.
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -1101,6 +1101,19 @@ def loss_rows(logits, targets, weights, n_classes, wants_grad, mix=None, *, copy
     return nll, (dz * sig * (1 - sig) * (CAP / CAP_SLOPE)).type_as(logits), dmix
 
 
+def _loss_rows_example(rand, size):
+    """Two likely targets for every row, and a last class that is none."""
+    logits = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_V)
+    targets, mix = logits[:, 1:].topk(2).indices, logits[:, -2:].float().softmax(1)
+    copy = torch.full((1,), EXAMPLE_V - 2, device=logits.device)
+    return (logits, targets, logits[:, :2].float().square(), EXAMPLE_V - 1, True, mix), {"copy": copy}
+
+
+FAST["loss_rows"] = Fast("reorder", loss_rows_ref, loss_rows, _loss_rows_example, "step")
+
+
+# ---- 4.4 loss: of a stream, one block of rows after the other ---------------------------------------
+
 def loss_blocks(x, w, goals, n_classes, rows_op, *, copy, rows, wants_grad):
     """(loss, dx, dw, dmix) of all rows of x (T, D), `rows` at a time by rows_op.
 
@@ -1168,18 +1181,7 @@ class SoftcapLoss(torch.autograd.Function):
         return pi if copied is None else mixture(pi[:-1], pi[-1], *copied)[0]
 
 
-def _loss_rows_example(rand, size):
-    """Two likely targets for every row, and a last class that is none."""
-    logits = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_V)
-    targets, mix = logits[:, 1:].topk(2).indices, logits[:, -2:].float().softmax(1)
-    copy = torch.full((1,), EXAMPLE_V - 2, device=logits.device)
-    return (logits, targets, logits[:, :2].float().square(), EXAMPLE_V - 1, True, mix), {"copy": copy}
-
-
-FAST["loss_rows"] = Fast("reorder", loss_rows_ref, loss_rows, _loss_rows_example, "step")
-
-
-# ---- 4.4 glue: small functions between the matrix products ---------------------------------------
+# ---- 4.5 glue: small functions between the matrix products ---------------------------------------
 
 SELF_FLOOR = 1e-8            # of |v|^2 in exclude_self
 
@@ -1303,7 +1305,7 @@ FAST["key_offset"] = Fast("bitwise", key_offset, key_offset, _key_offset_example
 FAST["exclude_self"] = Fast("reorder", exclude_self, exclude_self, _exclude_self_example, "glue")
 
 
-# ---- 4.5 updates: of one tensor, without communication -------------------------------------------
+# ---- 4.6 updates: of one tensor, without communication -------------------------------------------
 # A bf16 weight that an optimizer changes by less than its last bit needs an fp32 master; it is kept as the
 # bf16 weight itself and the 16 bits that it lacks, so nothing is stored twice. The weight is the rounded
 # master: a truncated one is biased towards zero.
@@ -1412,7 +1414,7 @@ FAST["muon_apply"] = Fast("reorder", muon_apply, muon_apply, _muon_apply_example
 FAST["adam_step"] = Fast("reorder", adam_step, adam_step, _adam_step_example, "step")
 
 
-# ---- 4.6 ngrams: their rows in a table -------------------------------------------------------------
+# ---- 4.7 ngrams: their rows in a table -------------------------------------------------------------
 
 ROW_FACTORS = ((36_313, 27_191), (17_351, 60_961, 45_259))    # of a token, the one before it, ... [4]
 SIGN_FACTORS = ((48_271, 30_011), (58_699, 39_779, 26_801))
@@ -1449,7 +1451,7 @@ def _ngrams_example(rand, size):
 FAST["ngrams"] = Fast("bitwise", ngrams, ngrams, _ngrams_example, "step")
 
 
-# ---- 4.7 rows: of tables too large for a gradient of their size -----------------------------------
+# ---- 4.8 rows: of tables too large for a gradient of their size -----------------------------------
 
 EVENT_ROWS = {"cpu": 4096, "cuda": 1 << 16}   # rows that an event updates at once
 
@@ -1548,7 +1550,7 @@ def _row_event_example(rand, size):
 FAST["row_event"] = Fast("reorder", row_event_ref, row_event, _row_event_example)
 
 
-# ---- 4.8 steps: of Muon and Adam with the rates of a run -------------------------------------------
+# ---- 4.9 steps: of Muon and Adam with the rates of a run -------------------------------------------
 
 TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
 
@@ -1656,8 +1658,8 @@ class Flat:
         self.grad[:len(self.p)] = 0
 
 
-# ---- 4.9 pointer: what a token copies from those before it ----------------------------------------
-# Without a pair: a GPU runs the reference, which takes two blocks of keys at a time and never a (T, T) tensor.
+# ---- 4.10 pointer: what a token copies from those before it ----------------------------------------
+# Without a pair: a GPU runs the reference, which takes two blocks of keys at a time, never all (T, T).
 
 POINTER_ROWS = 1024          # queries that the pointer takes at once
 
@@ -2989,12 +2991,12 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
     tell("validation")
 
 
-# ======== 11. Train ============================================================= budget 375 ====
+# ======== 11. Train ============================================================= budget 380 ====
 # A run from the command line to the last line of the log. Invariants:
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.
 # (2) The host never waits for the device within a stage, but for the ring (a step's loss is read when it is
-#     there, at most 16 steps later), the bounds of documents (4.1) and the numbers of rows to bring (4.7).
+#     there, at most 16 steps later), the bounds of documents (4.1) and the numbers of rows to bring (4.8).
 # (3) Every decision to stop is made from numbers that all ranks share, or by the Guard.
 
 RING = 8                     # entries of two steps each whose loss may be under way
