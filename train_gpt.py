@@ -1,7 +1,7 @@
 """train_gpt.py: trains a GPT-2-scale language model, as fast as the hardware allows, in one readable file.
 
-Measured with this file: preset tiny (42 steps, 180,224 tokens of English) reaches validation loss 6.76 in
-42 s on 2 CPU cores; the frequencies of the tokens alone give 7.23. What was measured on GPUs, and with which
+Measured with this file: preset tiny (42 steps, 180,224 tokens of English) reaches validation loss 6.55 in
+60 s on one CPU core; the frequencies of the tokens alone give 7.23. What was measured on GPUs, and with which
 state of the script, stands in records/.
 
     torchrun --nproc_per_node=8 train_gpt.py              the record preset on 8 GPUs (1, 2, 4 or 8 work)
@@ -9,17 +9,17 @@ state of the script, stands in records/.
 
 Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each section:
 
-    1  Config        235   every setting of a run, the presets, the command line
-    2  Host          500   ranks and collectives, the log, the clock, how all ranks stop when one fails
-    3  Numbers        60   number formats: fp32 masters as bf16 + int16; the registry of fast replacements
-    4  Kernels       405   attention, loss, glue, updates: what a GPU runs, beside its reference
-    5  Ops            75   table look-up and loss, as the model uses them
-    6  Model         390   the layer table, the weights, the forward pass, the optimizer's parameter table
-    7  Optimizers    120   Muon and Adam over all tensors, and how their work is spread over the ranks
-    8  Data          480   token shards: reading, checking, packing documents; targets; the worker thread
-    9  Schedules      90   stages, rates, windows, classes and targets as pure functions of the step
-    10 Graphs        130   what is done once before the clock starts: compiling, memory, warm-up
-    11 Train         365   validation, the timed loop, main
+    1  Config        250   every setting of a run, the presets, the command line
+    2  Host          495   ranks and collectives, the log, the clock, how all ranks stop when one fails
+    3  Numbers        45   number formats; the registry of fast replacements
+    4  Kernels       870   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
+    5  Ops            20   names for what the model uses of section 4
+    6  Model         430   the layer table, the weights, the forward pass, the optimizer's parameter table
+    7  Optimizers     95   Muon and Adam over all tensors, and how their work is spread over the ranks
+    8  Data          490   token shards: reading, checking, packing documents; targets; the worker thread
+    9  Schedules     100   stages, rates, windows, classes and targets as pure functions of the step
+    10 Graphs        150   what is done once before the clock starts: compiling, memory, warm-up
+    11 Train         380   validation, the timed loop, main
 
 Three ways to read it: for the learning 1, 9, 6, 7; for the systems 2, 4, 8, 10; to run it 11 and README.md.
 
@@ -40,6 +40,8 @@ Sources, cited as [n]:
     [5] Adam: D. Kingma, J. Ba, arXiv 1412.6980, 2014
     [6] cautious updates: K. Liang, L. Chen, B. Liu, Q. Liu, arXiv 2411.16085, 2024
     [7] token shards: A. Karpathy, llm.c, 2024
+    [8] case-folded n-grams: D. Monroe, KellerJordan/modded-nanogpt pull request 375
+    [9] pointer head: N. Godey, KellerJordan/modded-nanogpt pull request 379
 """
 
 import contextlib
@@ -76,7 +78,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-# ======== 1. Config ============================================================== budget 235 ====
+# ======== 1. Config ============================================================== budget 250 ====
 # Every setting of a run is a field of Config; a preset is a Config; the command line is
 # `[preset] [key=value ...]` and nothing else is read, no environment variable but torchrun's.
 # Numbers that follow from other numbers are properties, so they cannot disagree.
@@ -85,6 +87,8 @@ VOCAB = 50_257           # GPT-2's tokens; a shard holds ids below this
 VOCAB_PADDED = 50_304    # V: classes of the head, a multiple of 128 and of every world size
 BOS = 50_256             # <|endoftext|>, the first token of every document
 COPY = 50_257            # a class that is no token; it is always among the classes of the loss
+SIGN_ROWS = 8192         # of random signs, from which n-grams choose by a hash
+ROWS_MULTIPLE = 16       # rows of the table of n-grams: two halves, and equal shares for every world size
 WORLDS = (1, 2, 4, 8)    # legal world sizes; n_micro must be a multiple of the one in use
 STAGE_SHARES = (0.2854, 0.6063, 0.9394, 0.9994)   # stage ends as shares of n_sched / 0.9994, from [4]
 REFERENCE_SCHED = 978    # n_sched from which on the inserted and the extension steps have full length
@@ -150,6 +154,10 @@ class Config:
     dtype: str = "bf16"          # of weights and activations: bf16 or fp32
     scale_narrow: float = 0.13   # softmax scales of the first stage; YaRN raises them with the windows
     scale_wide: float = 0.085
+    ngram_rows: int = 84_602_880   # of the table of n-grams, over all ranks; 0: no table
+    fold_case: bool = True       # n-grams do not tell A from a
+    pointer_block: int = 2048    # the pointer looks back into the block of the stream before; 0: no pointer
+    val_pointer_block: int = 8192
     # schedule
     n_micro: int = 8             # micro-batches of one global step
     t_factor: float = 1.0        # factor on every stage's T, for GPUs with less memory
@@ -178,6 +186,7 @@ class Config:
     adam_lr: float = 0.008
     adam_wd: float = 0.005       # likewise, times the row's own factor
     adam_eps: float = 1e-10
+    ngram_lr: float = 1.0        # factor on the rate of the table of n-grams
     # limits in seconds
     join_limit_s: int = 120      # all ranks must have joined
     start_limit_s: int = 600     # a collective or a phase before the clock starts
@@ -206,11 +215,12 @@ RECORD = Config()
 PRESETS = {
     "record": RECORD,
     "solo": replace(   # what one of 8 GPUs does; with 1/8 of the tokens a step Adam wants a lower rate
-        RECORD, preset="solo", n_micro=1, adam_lr=0.004, val_tokens=5_242_880,
+        RECORD, preset="solo", n_micro=1, adam_lr=0.004, val_tokens=5_242_880, ngram_rows=10_575_360,
         train_files="data/proxy/proxy_train_*.bin", val_files="data/proxy/proxy_val_*.bin"),
     "tiny": replace(
         RECORD, preset="tiny", fast="none", n_sched=39, d_model=96, d_head=16, d_mlp=352, dtype="fp32",
-        adam_lr=0.02, scale_narrow=0.37, scale_wide=0.24,
+        adam_lr=0.02, scale_narrow=0.37, scale_wide=0.24, ngram_rows=65_536, pointer_block=128,
+        val_pointer_block=512, ngram_lr=0.1,
         p_early=2048, p_middle=2048, p_late=2048,
         train_files="data/sample/sample_train_*.bin", val_files="data/sample/sample_val_*.bin",
         val_tokens=16_384, val_seq=2048, val_long=160,
@@ -245,8 +255,8 @@ def value_of(name, text, default):
 def check_config(cfg):
     """Refuse settings that cannot work together, naming both numbers."""
     for name in ("runs", "n_sched", "n_micro", "val_tokens", "val_seq", "val_long", "top_k", "d_head",
-                 "d_mlp", "p_early", "p_middle", "p_late", "mu_rise", "mu_fall", "join_limit_s",
-                 "start_limit_s", "step_limit_s"):
+                 "d_mlp", "p_early", "p_middle", "p_late", "mu_rise", "mu_fall", "val_pointer_block",
+                 "join_limit_s", "start_limit_s", "step_limit_s"):
         if getattr(cfg, name) < 1:
             raise Refusal(f"{name}={getattr(cfg, name)}: want at least 1.")
     for name in ("p_early", "p_middle", "p_late"):
@@ -258,7 +268,7 @@ def check_config(cfg):
         value = getattr(cfg, f.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise Refusal(f"{f.name}={value}: want a finite number.")
-    for name in ("stop", "val_every", "seed"):
+    for name in ("stop", "val_every", "seed", "ngram_rows", "pointer_block"):
         if getattr(cfg, name) < 0:
             raise Refusal(f"{name}={getattr(cfg, name)}: want at least 0.")
     if cfg.n_steps % 4 != 2:     # so that the last step is one of Adam and of the tables
@@ -273,6 +283,9 @@ def check_config(cfg):
     if cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model % 12:
         raise Refusal(f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, "
                       f"n_heads even, d_head a multiple of 4, d_model a multiple of 12.")
+    if more := cfg.ngram_rows % ROWS_MULTIPLE:
+        raise Refusal(f"ngram_rows={cfg.ngram_rows}: want a multiple of {ROWS_MULTIPLE}, or 0 for no table. "
+                      f"Take ngram_rows={cfg.ngram_rows + ROWS_MULTIPLE - more}.")
     if not 0 <= cfg.cooldown_from < 1:
         raise Refusal(f"cooldown_from={cfg.cooldown_from}: want at least 0 and less than 1.")
     if cfg.dtype not in ("fp32", "bf16"):
@@ -311,7 +324,7 @@ def parse(argv):
     return replace(cfg, stages=scaled)   # frozen: nothing changes a setting after this line
 
 
-# ======== 2. Host ============================================================== budget 500 ====
+# ======== 2. Host ============================================================== budget 495 ====
 # The only door to the outside: environment, processes, time, the log. One rank is no special case, its
 # collectives are copies. Invariants:
 # (1) All ranks issue the same collectives in the same order; no other thread than the main one issues any.
@@ -389,8 +402,7 @@ class Pending:
     """A collective under way; its result may be read after wait().
 
     On the CPU it starts only at wait(): whoever forgets to wait reads stale numbers and fails a test,
-    where gloo alone would often have finished by luck.
-    """
+    where gloo alone would often have finished by luck."""
 
     def __init__(self, start, deferred):
         self.start = start
@@ -446,6 +458,11 @@ class Comm:
         """Every rank's slice of x along the first axis goes to all ranks, in place."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return self._run(gather, x, x.chunk(self.world)[self.rank])
+
+    def all_to_all(self, x, sent, got):
+        """(pending, out): rank r gets the next sent[r] rows of x; out has got[r] rows of each, in order."""
+        out = x if self.world == 1 else x.new_empty(sum(got), *x.shape[1:])
+        return self._run(dist.all_to_all_single, out, x, got, sent), out
 
     def collect(self, value):
         """[value of rank 0, value of rank 1, ...] for small Python values, off the clock."""
@@ -526,8 +543,7 @@ class Telemetry:
     """SM clock, power and temperature of all GPUs in use, while a clock runs, as nvidia-smi tells them.
 
     One child of rank 0 writes a line per GPU twice a second, a thread here reads them. samples: (seconds on
-    the clock, GPU, MHz, W, degrees C). Without nvidia-smi, or on a CPU, there are none.
-    """
+    the clock, GPU, MHz, W, degrees C). Without nvidia-smi, or on a CPU, there are none."""
 
     def __init__(self, comm):
         self.clock, self.samples, self.child = None, [], None
@@ -567,8 +583,7 @@ def process_age_s():
 class Log:
     """The log of a run: `key: value` and fixed-column lines, kept by rank 0; on others a call does nothing.
 
-    path is the same on every rank: if rank 0 is killed, the lowest living rank appends the FAILED line.
-    """
+    path is the same on every rank: if rank 0 is killed, the lowest living rank appends the FAILED line."""
 
     def __init__(self, cfg, comm, phase_from):
         self.lock, self.lines, self.shown, self.file, path = threading.Lock(), [], 0.0, None, None
@@ -644,8 +659,7 @@ class Guard:
 
     A daemon thread watches three things: whether another rank has reported a failure in the store, whether
     the launcher has sent SIGTERM because a rank died without a word, and whether this rank still makes
-    progress. It works while the main thread is blocked in a collective, and ends the process itself.
-    """
+    progress. It works while the main thread is blocked in a collective, and ends the process itself."""
 
     def __init__(self, comm, limit_s):
         self.rank, self.world, self.limit_s, self.log = comm.rank, comm.world, limit_s, None
@@ -770,14 +784,13 @@ def say(text):
     sys.stdout.write(f"{text}\n")
 
 
-def driver_version():
-    """Version of the NVIDIA driver, n/a where nvidia-smi does not tell it."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def told(default, *query):
+    """What a program prints for a query, or the default where there is none or it fails."""
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=LAST_RESORT_S,
-                              check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return "n/a"
+                              check=True).stdout.strip() or default
+    except (OSError, subprocess.SubprocessError):
+        return default
 
 
 def host_lines(comm):
@@ -789,7 +802,8 @@ def host_lines(comm):
     if on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
         triton = next((d.version for d in metadata.distributions(name="triton")), "none")
-        cuda = f", CUDA {torch.version.cuda}, NCCL {nccl}, Triton {triton}, driver {driver_version()}"
+        driver = told("n/a", "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()[0]
+        cuda = f", CUDA {torch.version.cuda}, NCCL {nccl}, Triton {triton}, driver {driver}"
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"
     return [f"host: {comm.world} x {device}, {threads}",
             f"software: {versions}{cuda}, {platform.system()} {platform.release()}"]
@@ -800,38 +814,18 @@ def script_lines():
     here = os.path.abspath(__file__)
     with open(here, "rb") as f:
         sha = hashlib.sha256(f.read()).hexdigest()
-    try:
-        git = subprocess.run(["git", "-C", os.path.dirname(here), "describe", "--always", "--dirty"],
-                             capture_output=True, text=True, timeout=GRACE_S, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        git = "none"
+    git = told("none", "git", "-C", os.path.dirname(here), "describe", "--always", "--dirty")
     return [f"script: {sha}", f"git: {git}"]
 
 
-# ======== 3. Numbers ============================================================ budget 60 ====
-# Number formats, and the registry of fast replacements, without knowledge of who uses them. A bf16 weight
-# that an optimizer changes by less than its last bit needs an fp32 master; it is kept as the bf16 weight
-# itself and the 16 bits that it lacks, so nothing is stored twice. The weight is the rounded master: a
-# truncated one is biased towards zero.
+# ======== 3. Numbers ============================================================ budget 45 ====
+# Number formats, and the registry of fast replacements, without knowledge of who uses them. Weights and
+# activations have the format of the run, sums and states of optimizers are fp32; 4.6 has the fp32 masters of
+# bf16 weights.
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NORM_EPS = 2.0 ** -23        # fp32 epsilon, for bf16 inputs too: bf16's own would drown embeddings of 0.005
 BF16_TOL = 0.01              # some roundings of 2^-9 each
-HALF_ULP = 1 << 15           # half of bf16's last place, in the bits of an fp32
-LOW_BITS = 16
-
-
-def split_master(x):
-    """fp32 -> (hi bf16, lo int16) of the same shape: hi is x rounded to nearest, the two together are x."""
-    bits = x.view(torch.int32)
-    hi = (bits + HALF_ULP) >> LOW_BITS
-    return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << LOW_BITS)).to(torch.int16)
-
-
-def join_master(hi, lo):
-    """The fp32 that split_master took apart, bit for bit."""
-    bits = (hi.view(torch.int16).to(torch.int32) << LOW_BITS) + lo.to(torch.int32)
-    return bits.view(torch.float32)
 
 
 def rms_norm(x):
@@ -867,7 +861,7 @@ def references():
     return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
 
 
-# ======== 4. Kernels ============================================================ budget 405 ====
+# ======== 4. Kernels ============================================================ budget 870 ====
 # Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
 # the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
 # tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
@@ -986,11 +980,11 @@ def _attention_example(rand, size):
 FAST["attention"] = Fast("reorder", attention_ref, attention, _attention_example)
 
 
-# ---- 4.2 add_rows: gradients of rows into a table -------------------------------------------------
+# ---- 4.2 add_rows: rows out of a table, gradients of rows into one --------------------------------
 
 def add_rows_ref(grad, ids, dy):
     """Add the rows dy (T, D) to the rows `ids` of grad, in place."""
-    grad.index_add_(0, ids, dy)
+    grad.index_add_(0, ids, dy.type_as(grad))
 
 
 def add_rows(grad, ids, dy):
@@ -1010,16 +1004,52 @@ def _add_rows_example(rand, size):
 FAST["add_rows"] = Fast("reorder", add_rows_ref, add_rows, _add_rows_example)
 
 
+class Lookup(torch.autograd.Function):
+    """Rows `ids` of the table w: (*ids, D). Their gradients are added to grad in place by the function add: a
+    gradient of the table's size for each of a step's micro-batches would cost more than the step on a CPU."""
+
+    @staticmethod
+    def forward(ctx, w, grad, ids, add):
+        ctx.grad, ctx.add = grad, add
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (ids,) = ctx.saved_tensors
+        ctx.add(ctx.grad, ids.flatten(), dy.flatten(0, -2))
+        return None, None, None, None
+
+
 # ---- 4.3 loss_rows: soft-capped cross-entropy of a block of rows ----------------------------------
 
 CAP, CAP_SHIFT, CAP_SLOPE = 23.0, 5.0, 7.5   # logits l are capped to z = 23 sigmoid((l + 5) / 7.5), from [4]
+GATE_FLOOR = 1e-6            # of what <copy> leaves to the tokens
+LOSS_BLOCK = {"cpu": 128, "cuda": 4096}   # rows of logits at once; on a CPU they should stay in its cache
 
 
-def loss_rows_ref(logits, targets, weights, n_classes, wants_grad, spare=None):
-    """(nll, dlogits) of a block of rows: the loss of each, and its gradient or None.
+def mixture(pi, a, c, s):
+    """(p, g_target, g_copy, dc, ds) of a token of probability pi = exp z / sum, from [9].
+
+    math     p = pi (1 + a s r) + a c with r = 1 / (1 - a): the share a of <copy> goes to what the pointer
+             copies, c, and the pointer's sink s gives its part back to all tokens
+    shapes   all (rows, 1)
+    -log p has the gradient g_target [v = y] + g_copy [v = <copy>] - (g_target + g_copy) pi_v in z_v, and dc,
+    ds in c and s.
+    """
+    r = 1 / (1 - a).clamp(min=GATE_FLOOR)
+    lifted = pi * (1 + a * s * r)
+    p = lifted + a * c
+    return p, -lifted / p, -a * (pi * s * r * r + c) / p, -a / p, -pi * a * r / p
+
+
+def loss_rows_ref(logits, targets, weights, n_classes, wants_grad, mix=None, *, copy=None, spare=None):
+    """(nll, dlogits, dmix) of a block of rows: the loss of each, and its gradients or None.
 
     math     z = 23 sigmoid((l + 5) / 7.5);  nll = sum_k w_k (log(sum_{c < n_classes} exp z_c) - z_target_k)
     shapes   logits, dlogits: (rows, P); targets: (rows, K) int64, weights: (rows, K) fp32; nll: (rows,)
+             mix, dmix: (rows, 2) fp32, what the pointer gives to the first target and to its sink, or None
+             copy: (1,) int64, column of <copy>; with mix the first target's term is -w_0 log p, see mixture
     dtypes   softmax and nll at least fp32; dlogits as logits, which are overwritten
     spare    memory like logits in the softmax's dtype: a CPU is slow at getting it anew for every block
     A target of weight 0 counts for nothing.
@@ -1029,58 +1059,129 @@ def loss_rows_ref(logits, targets, weights, n_classes, wants_grad, spare=None):
     torch.add(shift, sig, alpha=1 / CAP_SLOPE, out=sig).sigmoid_()
     p = torch.add(floor, sig, alpha=CAP, out=spare).exp_()                     # z < 23: no maximum is needed
     p[:, n_classes:] = 0
-    total, weight = p.sum(1, keepdim=True), weights.sum(1, keepdim=True)
-    nll = (weights * (total.log() + CAP - CAP * sig.gather(1, targets))).sum(1)
+    total, all_hits, lead = p.sum(1, keepdim=True), -weights, weights.sum(1, keepdim=True)
+    logs = CAP * sig.gather(1, targets) - CAP - total.log()                           # log pi, (rows, K)
+    if mix is not None:
+        first, rest = weights[:, :1], weights[:, 1:]
+        q, g_target, g_copy, *dmix = mixture(logs[:, :1].exp(), p.index_select(1, copy) / total,
+                                             *mix.type_as(sig).split(1, 1))
+        logs = torch.cat((q.log(), logs[:, 1:]), 1)
+        all_hits, lead = torch.cat((first * g_target, -rest), 1), lead - first * (1 + g_target + g_copy)
+        copy_hit, dmix = first * g_copy, first * torch.cat(dmix, 1)
+    nll = -(weights * logs).sum(1)
     if not wants_grad:
-        return nll, None
+        return nll, None, None
     slope = CAP / CAP_SLOPE
-    p.mul_(slope * weight / total).scatter_add_(1, targets, -slope * weights)         # slope dnll/dz
-    return nll, p.mul_(sig.addcmul_(sig, sig, value=-1)).type_as(logits)              # times sig (1 - sig)
+    p.mul_(slope * lead / total).scatter_add_(1, targets, slope * all_hits)           # slope dnll/dz
+    if mix is not None:
+        p.index_add_(1, copy, slope * copy_hit)
+    dlogits = p.mul_(sig.addcmul_(sig, sig, value=-1)).type_as(logits)                # times sig (1 - sig)
+    return nll, dlogits, None if mix is None else dmix.type_as(mix)
 
 
-def loss_rows(logits, targets, weights, n_classes, wants_grad, spare=None):
+def loss_rows(logits, targets, weights, n_classes, wants_grad, mix=None, *, copy=None, spare=None):
     """loss_rows_ref for the compiler, which makes it one pass over the logits and needs no spare memory."""
     classes = torch.arange(logits.shape[1], device=logits.device)
     sig = torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SLOPE)
     p = torch.exp(CAP * sig - CAP) * (classes < n_classes)
-    total, weight = p.sum(1, keepdim=True), weights.sum(1, keepdim=True)
-    nll = (weights * (total.log() + CAP - CAP * sig.gather(1, targets))).sum(1)
+    total, hits, lead = p.sum(1, keepdim=True), (-weights).unbind(1), weights.sum(1, keepdim=True)
+    logs, at_copy, dmix = CAP * sig.gather(1, targets) - CAP - total.log(), 0, None
+    if mix is not None:
+        first = weights[:, :1]
+        gate = (p * (classes == copy)).sum(1, keepdim=True) / total
+        q, g_target, g_copy, *dmix = mixture(logs[:, :1].exp(), gate, *mix.split(1, 1))
+        logs = torch.cat((q.log(), logs[:, 1:]), 1)
+        hits, lead = ((first * g_target)[:, 0], *hits[1:]), lead - first * (1 + g_target + g_copy)
+        at_copy, dmix = first * g_copy * (classes == copy), first * torch.cat(dmix, 1)
+    nll = -(weights * logs).sum(1)
     if not wants_grad:
-        return nll, None
-    hits = sum(w[:, None] * (classes == y[:, None]) for w, y in zip(weights.unbind(1), targets.unbind(1)))
-    return nll, ((weight * p / total - hits) * sig * (1 - sig) * (CAP / CAP_SLOPE)).type_as(logits)
+        return nll, None, None
+    at_targets = sum(h[:, None] * (classes == y[:, None]) for h, y in zip(hits, targets.unbind(1)))
+    dz = lead * p / total + at_targets + at_copy
+    return nll, (dz * sig * (1 - sig) * (CAP / CAP_SLOPE)).type_as(logits), dmix
 
 
-def loss_blocks(x, w, goals, n_classes, rows_op, *, rows, wants_grad):
-    """(loss, dx, dw) of all rows of x (T, D), `rows` at a time by rows_op; goals: (targets, weights)."""
+def _loss_rows_example(rand, size):
+    """Two likely targets for every row, and a last class that is none."""
+    logits = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_V)
+    targets, mix = logits[:, 1:].topk(2).indices, logits[:, -2:].float().softmax(1)
+    copy = torch.full((1,), EXAMPLE_V - 2, device=logits.device)
+    return (logits, targets, logits[:, :2].float().square(), EXAMPLE_V - 1, True, mix), {"copy": copy}
+
+
+FAST["loss_rows"] = Fast("reorder", loss_rows_ref, loss_rows, _loss_rows_example, "step")
+
+
+# ---- 4.4 loss: of a stream, one block of rows after the other ---------------------------------------
+
+def loss_blocks(x, w, goals, n_classes, rows_op, *, copy, rows, wants_grad):
+    """(loss, dx, dw, dmix) of all rows of x (T, D), `rows` at a time by rows_op.
+
+    goals: (targets, weights, mix or None), see loss_rows_ref.
+    """
     dx, dw = (torch.empty_like(x), torch.zeros_like(w)) if wants_grad else (None, None)
-    nll, logits = [], x.new_empty(min(rows, len(x)), len(w))
+    nll, dmix, logits = [], [], x.new_empty(min(rows, len(x)), len(w))
     acc = torch.promote_types(x.dtype, torch.float32)
     spare = None if x.is_cuda else torch.empty_like(logits, dtype=acc)
     for start in range(0, len(x), rows):
         here = slice(start, min(start + rows, len(x)))
         n = here.stop - start
         block = torch.mm(x[here], w.T, out=logits[:n])
-        some, dlogits = rows_op(block, *(goal[here] for goal in goals), n_classes, wants_grad,
-                                None if spare is None else spare[:n])
+        targets, weights, mix = (goal if goal is None else goal[here] for goal in goals)
+        some, dlogits, dmix_here = rows_op(block, targets, weights, n_classes, wants_grad, mix, copy=copy,
+                                           spare=None if spare is None else spare[:n])
         nll.append(some)
         if wants_grad:
             torch.mm(dlogits, w, out=dx[here])
             dw.addmm_(dlogits.T, x[here])
-    return torch.cat(nll).sum(), dx, dw
+            dmix.append(dmix_here)
+    return torch.cat(nll).sum(), dx, dw, torch.cat(dmix) if wants_grad and goals[-1] is not None else None
 
 
-def _loss_rows_example(rand, size):
-    """Two likely targets for every row, and a last class that is none."""
-    logits = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_V)
-    targets = logits[:, 1:].topk(2).indices
-    return (logits, targets, logits[:, :2].float().square(), EXAMPLE_V - 1, True), {}
+class SoftcapLoss(torch.autograd.Function):
+    """Sum of the losses of all rows; the gradients have a closed form and are made with it."""
+
+    @staticmethod
+    def forward(ctx, x, w, mix, grad, goals, settings):
+        (targets, weights, classes, copy), (n_classes, rows_op, rows) = goals, settings
+        w = w if classes is None else F.embedding(classes, w)                                    # (P, D)
+        loss, dx, dw, dmix = loss_blocks(x, w, (targets, weights, mix), n_classes, rows_op, copy=copy,
+                                         rows=rows, wants_grad=ctx.needs_input_grad[0])
+        ctx.grad = grad
+        ctx.save_for_backward(dx, dw, dmix, classes)
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx, dw, dmix, classes = ctx.saved_tensors
+        if classes is None:
+            ctx.grad.add_(dw * dloss)
+        else:
+            ctx.grad.index_add_(0, classes, dw * dloss)      # every row once
+        return dx * dloss, None, None if dmix is None else dmix * dloss, None, None, None
+
+    @classmethod
+    def of(cls, x, w, grad, targets, weights, *, classes, n_classes, rows_op, mix=None, copy=None):
+        """Sum over the rows of the weighted cross-entropies of soft-capped logits, see loss_rows_ref.
+
+        x: (T, D), w, grad: (V, D), targets, weights: (T, K), classes: (P,) int64, ascending, or None for all
+        V. Targets are positions in classes. The softmax is over the first n_classes of the classes. The
+        gradient of w is added to grad in place. mix: (T, 2) or None, copy: (1,), see loss_rows_ref.
+        """
+        goals, settings = (targets, weights, classes, copy), (n_classes, rows_op, LOSS_BLOCK[x.device.type])
+        return cls.apply(x, w, mix, grad, goals, settings)
+
+    @staticmethod
+    def chances(logits, copied):
+        """Probabilities of n tokens, fp32 (n,), for logits (n,), or (n + 1,) with that of <copy> at the end.
+
+        copied: None, or what the pointer copies of each token (n,), and its sink's weight (), see mixture.
+        """
+        pi = (CAP * torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SLOPE)).softmax(0)
+        return pi if copied is None else mixture(pi[:-1], pi[-1], *copied)[0]
 
 
-FAST["loss_rows"] = Fast("reorder", loss_rows_ref, loss_rows, _loss_rows_example, "step")
-
-
-# ---- 4.4 glue: small functions between the matrix products ---------------------------------------
+# ---- 4.5 glue: small functions between the matrix products ---------------------------------------
 
 SELF_FLOOR = 1e-8            # of |v|^2 in exclude_self
 
@@ -1100,6 +1201,21 @@ def rotate(x, turn):
     wide = wide.unflatten(1, (-1, turn.shape[1]))                                # (T, H/J, J, E/2, 2)
     turned = torch.view_as_complex(wide) * torch.view_as_complex(turn)[:, None]
     return torch.view_as_real(turned).flatten(-2).flatten(1, 2).type_as(x)
+
+
+def turns(freqs, n_positions, n_still, device):
+    """Rotary table, see rotate: (n_positions, 1, E/2, 2), with n_still pairs that do not turn."""
+    position = torch.arange(n_positions, dtype=torch.float64, device=device)
+    angle = torch.outer(position, torch.tensor(freqs, dtype=torch.float64, device=device))
+    turning = torch.stack((angle.cos(), -angle.sin()), -1).float()
+    return torch.cat((turning, turning.new_tensor((1.0, 0.0)).expand(n_positions, n_still, 2)), 1)[:, None]
+
+
+def rotary_tables(narrow, wide, n_positions, device):
+    """Tables, see rotate, for the frequencies of narrow heads, of pairs of them, and of wide heads."""
+    doubled = turns(narrow, 2 * n_positions, 0, device)
+    return {"turn_narrow": doubled[:n_positions], "turn_paired": doubled.view(n_positions, 2, -1, 2),
+            "turn_wide": turns(wide, n_positions, len(wide), device)}
 
 
 def heads_ref(qk, turn, scale):
@@ -1139,6 +1255,11 @@ def exclude_self(y, v, alpha):
     return y - (torch.tanh(alpha) * along)[:, :, None] * v
 
 
+def signed_sum(rows, signs):
+    """Rows times signs, all n of a token in one vector. rows, signs: (T, n, D) -> (T, D)."""
+    return (rows * signs).sum(1)
+
+
 def _heads_example(rand, size):
     """One place for every token."""
     T = EXAMPLE_T[size]
@@ -1170,14 +1291,24 @@ def _exclude_self_example(rand, size):
     return (y, v, w[:, :, 0]), {}
 
 
+def _signed_sum_example(rand, size):
+    """Two rows for every token."""
+    rows, signs = rand(2 * EXAMPLE_T[size], 2, EXAMPLE_H * EXAMPLE_E).chunk(2)
+    return (rows, signs.sign()), {}
+
+
 FAST["heads"] = Fast("reorder", heads_ref, heads, _heads_example, "glue")
 FAST["relu2"] = Fast("reorder", relu2, relu2, _relu2_example, "glue")
 FAST["smear"] = Fast("reorder", smear, smear, _smear_example, "glue")
+FAST["signed_sum"] = Fast("reorder", signed_sum, signed_sum, _signed_sum_example, "glue")
 FAST["key_offset"] = Fast("bitwise", key_offset, key_offset, _key_offset_example, "glue")
 FAST["exclude_self"] = Fast("reorder", exclude_self, exclude_self, _exclude_self_example, "glue")
 
 
-# ---- 4.5 updates: of one tensor, without communication -------------------------------------------
+# ---- 4.6 updates: of one tensor, without communication -------------------------------------------
+# A bf16 weight that an optimizer changes by less than its last bit needs an fp32 master; it is kept as the
+# bf16 weight itself and the 16 bits that it lacks, so nothing is stored twice. The weight is the rounded
+# master: a truncated one is biased towards zero.
 
 POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 rounds
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1187,6 +1318,21 @@ POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 ro
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 POLAR_MARGIN, POLAR_FLOOR = 1.02, 1e-6
+HALF_ULP = 1 << 15           # half of bf16's last place, in the bits of an fp32
+LOW_BITS = 16
+
+
+def split_master(x):
+    """fp32 -> (hi bf16, lo int16) of the same shape: hi is x rounded to nearest, the two together are x."""
+    bits = x.view(torch.int32)
+    hi = (bits + HALF_ULP) >> LOW_BITS
+    return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << LOW_BITS)).to(torch.int16)
+
+
+def join_master(hi, lo):
+    """The fp32 that split_master took apart, bit for bit."""
+    bits = (hi.view(torch.int16).to(torch.int32) << LOW_BITS) + lo.to(torch.int32)
+    return bits.view(torch.float32)
 
 
 def polar(g):
@@ -1268,81 +1414,338 @@ FAST["muon_apply"] = Fast("reorder", muon_apply, muon_apply, _muon_apply_example
 FAST["adam_step"] = Fast("reorder", adam_step, adam_step, _adam_step_example, "step")
 
 
-# ======== 5. Ops ================================================================ budget 75 ====
-# Autograd around section 4, as the model uses it. The backward passes written here add gradients where they
-# belong, so that autograd sums none of a table's size. They know nothing of layers or steps.
-# Small functions that autograd and the compiler take as they are stand in section 4 alone.
+# ---- 4.7 ngrams: their rows in a table -------------------------------------------------------------
 
-LOSS_ROWS = {"cpu": 128, "cuda": 4096}   # rows of logits at once; on a CPU they should stay in its cache
+ROW_FACTORS = ((36_313, 27_191), (17_351, 60_961, 45_259))    # of a token, the one before it, ... [4]
+SIGN_FACTORS = ((48_271, 30_011), (58_699, 39_779, 26_801))
 
 
-# ---- 5.1 documents: what attention knows of a stream ----------------------------------------------
+def ngrams(tokens, start, n_rows, n_signs):
+    """Rows of each token's bigram and trigram in a table, then of both in a pool of signs: (T, 4) int64.
 
-def documents(doc_start):
-    """The Documents of a stream, made once for all layers."""
-    return Documents(doc_start)
-
-
-# ---- 5.2 tables: rows in, gradients of rows out --------------------------------------------------
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, w, grad, ids, add):
-        ctx.grad, ctx.add = grad, add
-        ctx.save_for_backward(ids)
-        return F.embedding(ids, w)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.add(ctx.grad, *ctx.saved_tensors, dy)
-        return None, None, None, None
-
-
-def lookup(w, grad, ids, add):
-    """Rows `ids` of the table w: (T, D). Their gradient is added to grad in place: a gradient of the table's
-    size for each of a step's micro-batches would cost more than the step on a CPU."""
-    return _Lookup.apply(w, grad, ids, add)
-
-
-# ---- 5.3 loss: soft-capped cross-entropy, one block of rows after the other ----------------------
-
-def softcap(logits):
-    """z = 23 sigmoid((l + 5) / 7.5): between 0 and 23 whatever the logits."""
-    return CAP * torch.sigmoid((logits + CAP_SHIFT) / CAP_SLOPE)
-
-
-class _SoftcapLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, grad, goals, n_classes, rows_op):
-        *goals, classes = goals
-        w = w if classes is None else F.embedding(classes, w)                                    # (P, D)
-        loss, dx, dw = loss_blocks(x, w, goals, n_classes, rows_op, rows=LOSS_ROWS[x.device.type],
-                                   wants_grad=ctx.needs_input_grad[0])
-        ctx.grad = grad
-        ctx.save_for_backward(dx, dw, classes)
-        return loss
-
-    @staticmethod
-    def backward(ctx, dloss):
-        dx, dw, classes = ctx.saved_tensors
-        if classes is None:
-            ctx.grad.add_(dw * dloss)
-        else:
-            ctx.grad.index_add_(0, classes, dw * dloss)      # every row once
-        return dx * dloss, None, None, None, None, None
-
-
-def softcap_loss(x, w, grad, targets, weights, *, classes, n_classes, rows_op):
-    """Sum over the rows of the weighted cross-entropies of soft-capped logits, see loss_rows_ref.
-
-    x: (T, D), w, grad: (V, D), targets, weights: (T, K), classes: (P,) int64, ascending, or None for all V.
-    Targets are positions in classes. The softmax is over the first n_classes of the classes. The gradient has
-    a closed form and is made with the loss; that of w is added to grad in place.
+    math     product of each token with its factor in 32 bits, joined by XOR, modulo half the rows less 1
+    shapes   tokens, start: (T,) int32, start as in Documents
+    The last row of each half of the table, with sign row 0, is that of all n-grams that would begin before
+    their document.
     """
-    return _SoftcapLoss.apply(x, w, grad, (targets, weights, classes), n_classes, rows_op)
+    half, position, out = n_rows // 2, torch.arange(len(tokens), device=tokens.device), []
+    for factors in (*ROW_FACTORS, *SIGN_FACTORS):
+        mixed = torch.zeros_like(tokens)
+        for back, factor in enumerate(factors):
+            # Trap: in int32, since products of more than 32 bits have to wrap.
+            mixed = mixed ^ F.pad(tokens, (back, 0))[:len(tokens)] * factor
+        inside, n, mixed = position - (len(factors) - 1) >= start, len(out), mixed.long()
+        if n < len(ROW_FACTORS):
+            out.append(torch.where(inside, mixed % (half - 1), half - 1) + n * half)
+        else:
+            out.append(torch.where(inside, mixed % n_signs, 0))
+    return torch.stack(out, 1)
 
 
-# ======== 6. Model ============================================================== budget 390 ====
+def _ngrams_example(rand, size):
+    """Tokens of documents of 161 tokens on average."""
+    (q, _, _, documents), _ = _attention_example(rand, size)
+    return (q[:, 0, 0].argsort().int() % EXAMPLE_V, documents.start, EXAMPLE_V, EXAMPLE_PART), {}
+
+
+FAST["ngrams"] = Fast("bitwise", ngrams, ngrams, _ngrams_example, "step")
+
+
+# ---- 4.8 rows: of tables too large for a gradient of their size -----------------------------------
+
+EVENT_ROWS = {"cpu": 4096, "cuda": 1 << 16}   # rows that an event updates at once
+
+
+class Rows:
+    """Rows of a table that lies in shares, at hand where they are read.
+
+    ids     (n,) int64, ascending: which of the whole table. table: (share, D), the rows that lie here
+    values  (n, D), the rows; grad: (n, D), at least fp32, where their gradients are added up, or None
+    asked   (m,) int64: which rows of this share the readers, first to last, have asked for
+    exchange(x, sent, got) is Comm.all_to_all: all owners make and deliver Rows together.
+    """
+
+    def __init__(self, ids, table, n_owners, exchange, wants_grad):
+        owners, ones = torch.arange(n_owners + 1, device=ids.device), [1] * n_owners
+        counts = torch.searchsorted(ids, len(table) * owners).diff()
+        pending, got = exchange(counts, ones, ones)
+        pending.wait()
+        # The host waits for the device here: only sizes that it knows can be sent.
+        self.ids, self.exchange, self.sent, self.got = ids, exchange, counts.tolist(), got.tolist()
+        pending, self.asked = exchange(ids % len(table), self.sent, self.got)
+        pending.wait()
+        pending, values = exchange(F.embedding(self.asked, table), self.got, self.sent)
+        pending.wait()
+        wide = torch.promote_types(table.dtype, torch.float32)
+        self.values, self.grad = values.requires_grad_(wants_grad), None
+        if wants_grad:
+            self.grad = torch.zeros_like(values, dtype=wide)
+
+    def deliver(self):
+        """(asked, pending, parts (m, D)): gradients of this share's rows, from all who have read them."""
+        return self.asked, *self.exchange(self.grad.to(self.values.dtype), self.sent, self.got)
+
+
+def merged(ids, parts, add):
+    """(ids, sums): each id once, ascending, with the fp32 sum of its parts (n, D), taken in their order."""
+    ids, place = ids.unique(return_inverse=True)
+    sums = parts.new_zeros(len(ids), parts.shape[1], dtype=torch.promote_types(parts.dtype, torch.float32))
+    add(sums, place, parts)
+    return ids, sums
+
+
+def dense_pieces(whole, ids, g, n):
+    """(p, dense gradient, *states) of a table, n rows at a time; whole: (p, *states), ids, g: see merged."""
+    ends = torch.searchsorted(ids, torch.arange(0, len(whole[0]) + n, n, device=ids.device)).tolist()
+    for i, (p, *states) in enumerate(zip(*(x.split(n) for x in whole))):
+        here, dense = slice(ends[i], ends[i + 1]), torch.zeros_like(p, dtype=g.dtype)
+        dense[ids[here] - i * n] = g[here]
+        yield p, dense, *states
+
+
+def row_apply(p, m2, g, rate, decay, *, eps):
+    """New rows p (n, D) for their second moments m2 (n,) and gradients g (n, D): Adam with beta1 = 0 [5]."""
+    old = p.type_as(g)
+    u = g / m2.sqrt().add(eps)[:, None] * rate
+    return old - (u + decay * old * (u * old > 0))
+
+
+def row_event_ref(p, m2, last, ids, g, *, betas2, rate, decay, eps):
+    """One event of a table with one second moment for each row: rows `ids` of p, m2 and last change in place.
+
+    math     m2 = beta2_k m2 for every event k since the row's last one, in turn; for this event it is
+             beta2 m2 + (1 - beta2) mean(g^2);  u = rate g / (sqrt(m2) + eps);  p -= u + decay p [u p > 0]
+    shapes   p: (R, D), m2: (R,) fp32, last: (R,) int32, events until the row's last one; ids: (n,), each
+             once, g: (n, D) fp32; betas2: (events,) fp32, of all events, this one included
+    Rows without a gradient need nothing until they get one: beta1 is 0, and the decay is cautious [6], so
+    all they owe is the decay of m2. It is made up for in the order of a dense step, bit for bit.
+    """
+    moment, seen = m2[ids], last[ids]
+    for k in range(int(seen.min()) if len(ids) else len(betas2), len(betas2) - 1):
+        moment = torch.where(seen <= k, moment * betas2[k], moment)
+    moment = moment * betas2[-1] + (1 - betas2[-1]) * g.square().mean(1)
+    p[ids] = row_apply(p[ids], moment, g, rate, decay, eps=eps).type_as(p)
+    m2[ids], last[ids] = moment, len(betas2)
+
+
+def row_event(p, m2, last, ids, g, *, betas2, rate, decay, eps):
+    """row_event_ref with one product for all events that a row has missed, so that the host need not wait."""
+    logs = F.pad(betas2.double().log().cumsum(0), (1, 0))
+    missed = (logs[-2] - logs[last[ids]]).exp().float()
+    moment = m2[ids] * missed * betas2[-1] + (1 - betas2[-1]) * g.square().mean(1)
+    p[ids] = row_apply(p[ids], moment, g, rate, decay, eps=eps).type_as(p)
+    m2[ids], last[ids] = moment, torch.full_like(last[ids], len(betas2))
+
+
+def _row_event_example(rand, size):
+    """Every second row of a table, after five events, most of which it has missed."""
+    p, g = rand(2 * EXAMPLE_T[size], EXAMPLE_E).chunk(2)
+    m2, rate = rand(len(p)).float().square(), rand().float().abs()
+    last = m2.argsort().int() % len(POLAR_STEPS)
+    return (p, m2, last, torch.arange(0, len(p), 2, device=p.device), g[::2].float()), {
+        "betas2": rand(len(POLAR_STEPS) + 1).float().sigmoid(), "rate": rate, "decay": rate / EXAMPLE_PART,
+        "eps": NORM_EPS}
+
+
+FAST["row_event"] = Fast("reorder", row_event_ref, row_event, _row_event_example)
+
+
+# ---- 4.9 steps: of Muon and Adam with the rates of a run -------------------------------------------
+
+TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
+
+
+def zero_state(kind, p):
+    """States of a slice p of a bank or table, zero: momentum m, second moment m2, low bits lo; of a lazy
+    table m2 for each row, and how many events there had been at its last one."""
+    if kind == "lazy":
+        dtypes = {"m2": torch.float32, "last": torch.int32}
+        return {name: p.new_zeros(len(p), dtype=dtype) for name, dtype in dtypes.items()}
+    state = {"m": torch.zeros_like(p, dtype=torch.float32)}
+    if kind != "bank":
+        state["m2"] = torch.zeros_like(state["m"])
+    elif p.dtype == torch.bfloat16:
+        state["lo"] = torch.zeros_like(p, dtype=torch.int16)   # the master's lower bits
+    return state
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon [1]. lr, wd: of the run; share: factor on all gradients; ops: a function for each row of FAST."""
+    lr: float
+    wd: float
+    share: float
+    ops: object
+
+    def bank(self, row, lr_mul, p, g, state, *, lr, mu):
+        """One step of matrices p (N, R, C); p and state change in place.
+
+        row: settings, see ParamRow; lr_mul: its factors for these matrices; lr: factor on the rate; mu: fp32.
+        """
+        # Trap: as tensors, since every new number would compile anew.
+        mu, rate = (torch.full((), x, device=p.device) for x in (mu, self.lr * lr))
+        u = polar(self.ops.muon_momentum(g, state["m"], mu, self.share, p.dtype))
+        self.ops.muon_apply(p, state.get("lo"), u, rate * lr_mul, self.wd * rate * row.wd_mul)
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam [5] for parameters with settings of their own: row, see ParamRow. n: number of the step, from 1.
+
+    lr, wd, eps: of the run; share: factor on all gradients; ops: a function for each row of FAST. The lr of a
+    step is a factor on the rate.
+    """
+    lr: float
+    wd: float
+    eps: float
+    share: float
+    ops: object
+
+    def rates(self, row, lr, n):
+        """(rate, decay) of a step as tensors, see adam_step."""
+        lr, (beta1, beta2) = self.lr * row.lr_mul * lr, row.betas
+        rate, decay = lr * (1 - beta2 ** n) ** 0.5 / (1 - beta1 ** n), lr * lr * self.wd * row.wd_mul
+        return [torch.full((), x, device=row.param.device) for x in (rate, decay)]
+
+    def dense(self, row, tensors, lr, n, op=adam_step):
+        """A step, by op, of (p, g, m, m2)."""
+        op(*tensors, *self.rates(row, lr, n), betas=row.betas, eps=self.eps, share=self.share)
+
+    def table(self, row, whole, lr, n):
+        """A step of a table, some rows at a time: 5 times faster on a CPU than all at once (2026-11)."""
+        for some in zip(*(x.split(TABLE_ROWS[x.device.type]) for x in whole)):
+            self.dense(row, some, lr, n, self.ops.adam_step)
+
+    def event(self, row, whole, arrived, lr, events):
+        """An event of a sparse table, whole = (p, *states), with all gradients that have arrived for it.
+
+        arrived: [(ids, pending, parts), ...], see Rows.deliver. events: of each one so far, this one too, for
+        how many ordinary ones it stands; its decays are those of so many.
+        """
+        for _, pending, _ in arrived:
+            pending.wait()
+        ids, _, parts = zip(*arrived)
+        ids, g = merged(torch.cat(ids), torch.cat(parts), self.ops.add_rows)
+        betas2 = torch.tensor([row.betas[1] ** k for k in events], device=ids.device)
+        row = replace(row, betas=[beta ** events[-1] for beta in row.betas], wd_mul=row.wd_mul * events[-1])
+        if row.kind == "shared":
+            for some in dense_pieces(whole, ids, g, TABLE_ROWS[ids.device.type]):
+                self.dense(row, some, lr, len(events), self.ops.adam_step)
+            return
+        n, (rate, decay) = EVENT_ROWS[ids.device.type], self.rates(row, lr, len(events))
+        for some, rows in zip(ids.split(n), (g * self.share).split(n)):
+            self.ops.row_event(*whole, some, rows, betas2=betas2, rate=rate, decay=decay, eps=self.eps)
+
+
+class Flat:
+    """The small parameters of rows in one vector p, their gradients in one, grad, that ends in the tail."""
+
+    def __init__(self, rows, tail_shape):
+        self.rows, self.sizes = rows, [row.param.numel() for row in rows]
+        self.p = torch.cat([row.param.data.flatten() for row in rows])
+        self.grad = self.p.new_zeros(len(self.p) + math.prod(tail_shape))
+        self.tail = self.grad[len(self.p):].view(tail_shape)
+        self.m, self.m2 = torch.zeros_like(self.p), torch.zeros_like(self.p)
+        self.tensors = self.m, self.m2, self.p, self.grad      # all that a step changes
+        for row, p, g in zip(rows, self.p.split(self.sizes), self.grad[:len(self.p)].split(self.sizes)):
+            row.param.data, row.param.grad = p.view_as(row.param), g.view_as(row.param)
+
+    def step(self, adam, lr, n):
+        """A step of adam, piece by piece because pieces have rates of their own; gradients become zero."""
+        whole = self.p, self.grad[:len(self.p)], self.m, self.m2
+        for row, *some in zip(self.rows, *(x.split(self.sizes) for x in whole)):
+            adam.dense(row, some, lr, n)
+        self.grad[:len(self.p)] = 0
+
+
+# ---- 4.10 pointer: what a token copies from those before it ----------------------------------------
+# Without a pair: a GPU runs the reference, which takes two blocks of keys at a time, never all (T, T).
+
+POINTER_ROWS = 1024          # queries that the pointer takes at once
+
+
+def pointer_blocks(T, block):
+    """[(queries, keys)] as slices: queries of one block of the stream, keys of it and the block before."""
+    starts = [(at, i) for at in range(0, T, block) for i in range(at, min(at + block, T), POINTER_ROWS)]
+    stops = [min(i + POINTER_ROWS, at + block, T) for at, i in starts]
+    return [(slice(i, stop), slice(max(at - block, 0), stop)) for (at, i), stop in zip(starts, stops)]
+
+
+def pointer_weights(q, k, sink, start, here, there):
+    """(A, s): weights of the keys `there` (I, J) and of the sink (I, 1) for the queries `here`, together 1.
+
+    math     softmax over j of q_i k_j / sqrt(E) and of q_i sink / sqrt(E), over start[i] <= j < i
+    shapes   q, k: (T, E), sink: (E,), start: (T,); weights at least fp32
+    """
+    wide, scale = torch.promote_types(q.dtype, torch.float32), q.shape[1] ** -0.5
+    position = torch.arange(len(q), device=q.device)
+    i, j = position[here, None], position[None, there]
+    scores = (q[here] @ k[there].T).to(wide) * scale
+    scores = scores.masked_fill((j >= i) | (j < start[here, None]), -math.inf)
+    of_sink = (q[here].to(wide) @ sink.to(wide) * scale)[:, None]
+    lse = torch.logaddexp(scores.logsumexp(1, keepdim=True), of_sink)
+    return (scores - lse).exp(), (of_sink - lse).exp()
+
+
+class Pointer(torch.autograd.Function):
+    """(T, 2), at least fp32: the weight that copies a token's target, and that of the sink; see [9].
+
+    A query looks at tokens of its document before it, in its block of the stream and the one before. c_i is
+    the sum of A_ij over the j with tokens[j] = following[i]. Weights are made anew in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, sink, tokens, following, where):
+        ctx.save_for_backward(q, k, sink, tokens, following)
+        ctx.where, (start, block), mix = where, where, []
+        for here, there in pointer_blocks(len(q), block):
+            weights, of_sink = pointer_weights(q, k, sink, start, here, there)
+            hits = tokens[None, there] == following[here, None]
+            mix.append(torch.cat(((weights * hits).sum(1, keepdim=True), of_sink), 1))
+        return torch.cat(mix)
+
+    @staticmethod
+    def backward(ctx, dmix):
+        """With D_i = dc_i c_i + ds_i s_i: du_ij = A_ij (dc_i [hit] - D_i), du_sink = s_i (ds_i - D_i)."""
+        (q, k, sink, tokens, following), (start, block) = ctx.saved_tensors, ctx.where
+        dq, dk, dsink = (torch.zeros_like(x, dtype=dmix.dtype) for x in (q, k, sink))
+        scale = q.shape[1] ** -0.5
+        for here, there in pointer_blocks(len(q), block):
+            weights, of_sink = pointer_weights(q, k, sink, start, here, there)
+            hits = tokens[None, there] == following[here, None]
+            dc, ds = dmix[here].split(1, 1)
+            mean = dc * (weights * hits).sum(1, keepdim=True) + ds * of_sink
+            du, du_sink = scale * weights * (dc * hits - mean), scale * of_sink * (ds - mean)
+            low = du.type_as(q)
+            dq[here] = (low @ k[there]).to(dmix.dtype) + du_sink * sink.to(dmix.dtype)
+            dk[there] += (low.T @ q[here]).to(dmix.dtype)
+            dsink += (du_sink * q[here].to(dmix.dtype)).sum(0)
+        return dq.type_as(q), dk.type_as(k), dsink.type_as(sink), None, None, None
+
+    @staticmethod
+    def last(q, k, sink, tokens, where, n):
+        """(c (n,), s ()) of the last token of a stream: what it copies of each of n tokens, and its sink."""
+        here, there = pointer_blocks(len(q), where[1])[-1]
+        weights, of_sink = pointer_weights(q, k, sink, where[0], here, there)
+        return weights.new_zeros(n).index_add(0, tokens[there].long(), weights[-1]), of_sink[-1, 0]
+
+
+# ======== 5. Ops ================================================================ budget 20 ====
+# Section 4 as the model uses it: names for what has a backward pass of its own. These add gradients where
+# they belong, so that autograd sums none of a table's size. They know nothing of layers or steps. What else
+# the model uses of section 4 are rows of FAST.
+
+LOSS_ROWS = LOSS_BLOCK           # rows of logits at once
+documents = Documents            # of a stream, made once for all layers
+turn_tables = rotary_tables      # of a stage
+lookup = Lookup.apply            # rows of a table
+pointer = Pointer.apply          # what is copied of a token
+copies = Pointer.last            # what is copied of all tokens behind a stream
+softcap_loss = SoftcapLoss.of    # of a stream
+chances = SoftcapLoss.chances    # of all tokens behind a stream
+
+
+# ======== 6. Model ============================================================== budget 430 ====
 # The network: a table with one row per layer, the weights, the forward pass over one flat stream, and one
 # row per parameter that tells the optimizer how to treat it. Nothing here knows the step, the world size
 # or the optimizer. Matrices of one kind and shape lie in one bank (N, R, C), N padded to a multiple of 8, so
@@ -1356,12 +1759,14 @@ GROUPS = 12                  # of channels, with coefficients of their own in th
 INIT_LINEAR = 3.0 ** 0.5 / 2   # uniform bound of a matrix, times fan_in ** -0.5, from [4]
 INIT_HEAD = 0.005
 INIT_VALUE = 0.01
+INIT_POINTER = 3.0 ** 0.5    # uniform bound of the pointer's matrices, times fan_in ** -0.5, from [9]
 INIT_GATES = {"out": 0.25, "gram": 0.05, "skip": 0.5, "xsa": 0.0, "x0": 0.0}
 INIT_SKIP = -1.5
 INIT_STREAM = 1.1 ** 0.5     # factor on the stream in each half of a layer
 INIT_REMIX = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0, INIT_STREAM, 1.0, 0.0, 0.05, INIT_STREAM, 1.0)
 INIT_FINAL = (0.0, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 KEPT_D, KEPT_F = 20, 2       # activations of width D and F that a layer keeps for its backward pass
+KEPT_ROWS, KEPT_STEPS = 3, 4   # copies of n-grams' rows in a forward pass; steps before an event, at most
 SEED_BYTES = 7               # of a hash; torch takes seeds below 2^63
 BANK_MULTIPLE = max(WORLDS)
 
@@ -1426,6 +1831,7 @@ class View:
     Paired heads are narrow ones whose table has two places a token."""
     short: int
     long: int
+    pointer_block: int
     scale_narrow: Tensor
     scale_wide: Tensor
     turn_narrow: Tensor
@@ -1437,7 +1843,9 @@ class View:
 class ParamRow:
     """How the optimizer treats one parameter.
 
-    kind     bank: Muon, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank
+    kind     bank: Muon, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank. shared:
+             Adam, every rank has a share of the rows and is sent those it reads. lazy: likewise, but only
+             rows that have a gradient change
     lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
     wd_mul   factor on the weight decay
     """
@@ -1470,10 +1878,14 @@ class Model(nn.Module):
     """Rows of the banks: qk holds, per attention, the H/2 head pairs of Q and then of K, d_head rows a head;
     vo holds V and O, mlp up and down, and behind the layers' own the second one of a layer that has two.
     Down is stored like up, (F, D), and used from the other side. Narrow heads use the leading rows of a head,
-    half-width v the leading rows of V and columns of O; the others rest at zero gradient."""
+    half-width v the leading rows of V and columns of O; the others rest at zero gradient.
+    part = (i, n): w_value and w_gram are the i-th of n shares of their rows. near: {name: Rows} that are at
+    hand in place of such a table, see Optimizer.pull."""
+    turn_tables = staticmethod(turn_tables)      # for a View
 
-    def __init__(self, cfg, device, ops=None):
+    def __init__(self, cfg, device, ops=None, part=(0, 1)):
         super().__init__()
+        self.near, self.ngram_rows, self.has_pointer = {}, cfg.ngram_rows, cfg.pointer_block > 0
         self.n_heads, self.d_head, self.ops = cfg.n_heads, cfg.d_head, ops or references()
         D, H, dtype, bound = cfg.d_model, cfg.n_heads, DTYPES[cfg.dtype], INIT_LINEAR * cfg.d_model ** -0.5
 
@@ -1488,22 +1900,28 @@ class Model(nn.Module):
         weight("w_embed", (VOCAB_PADDED, D), INIT_HEAD, "normal")
         self.w_head = nn.Parameter(self.w_embed.detach().clone())
         weight("w_value", (len(VALUES) * VOCAB_PADDED, D), INIT_VALUE, "normal")
+        self.w_value.data = self.w_value.data.chunk(part[1])[part[0]].clone()
+        if self.ngram_rows:
+            self.w_gram = nn.Parameter(torch.zeros(cfg.ngram_rows // part[1], D, dtype=dtype, device=device))
+            signs = drawn(cfg, "signs", (SIGN_ROWS, D), 1.0, "normal", device)
+            self.register_buffer("signs", (1.0 - 2.0 * (signs < 0)).to(device, dtype))
+        if self.has_pointer:
+            E, fp32 = cfg.d_head, torch.float32
+            weight("w_pointer", (2, E, D), INIT_POINTER * D ** -0.5, "uniform", dtype=fp32)   # of q and of k
+            weight("w_sink", (E,), E ** -0.5, "normal", dtype=fp32)
+            small("mix_pointer", 1.0)
         n = len(ATTENDS)
         weight("qk", (padded(n * H), 2 * self.d_head, D), bound, "uniform", n * H)
         weight("vo", (padded(2 * n), D, D), bound, "uniform", 2 * n)
         weight("mlp", (padded(2 * N_MLPS), cfg.d_mlp, D), bound, "uniform", 2 * N_MLPS)
         with torch.no_grad():
             self.mlp.view(-1, 2, cfg.d_mlp, D)[:, 1] = 0       # down: at first an MLP adds nothing
-        small("mix_v", [0.5] * n)
-        small("mix_o", [1.0] * n)
-        small("mix_smear", 0.0)
-        small("mix_skip", INIT_SKIP)
-        small("mix_attn", [1.0] * n)
-        small("mix_mlp", [1.0] * len(LAYERS))
-        small("mix_stream", torch.full((len(LAYERS), 2), INIT_STREAM))
+        L, hidden = len(LAYERS), (2, GATE_WIDTH, D)
+        for name, start in (("v", [0.5] * n), ("o", [1.0] * n), ("smear", 0.0), ("skip", INIT_SKIP),
+                            ("attn", [1.0] * n), ("mlp", [1.0] * L), ("stream", [[INIT_STREAM] * 2] * L)):
+            small(f"mix_{name}", start)
         small("gate_smear", torch.zeros(GATE_INPUTS))
         small("gate_value", torch.zeros(len(VALUE_GATES), H, GATE_INPUTS))
-        hidden = (2, GATE_WIDTH, D)
         weight("gate_w1", hidden, D ** -0.5, "uniform", dtype=torch.float32)
         small("gate_scale", GATE_SCALE)
         for which, second in (("pre", False), ("post", True)):
@@ -1517,23 +1935,43 @@ class Model(nn.Module):
             small(f"coef_{which}_w2", torch.zeros(len(bias), GATE_WIDTH))
         small("coef_group_w2", torch.zeros(len(INIT_FINAL) * GROUPS, GATE_WIDTH))
 
-    def forward(self, batch, view, n_classes=VOCAB_PADDED):
-        """Summed loss of one stream: fp32 ().
-
-        batch: (tokens (T,) int32, doc_start (T,) int32, targets (T, K) int64, weights (T, K) fp32,
-        classes (P,) int64 or None), see softcap_loss.
-        """
-        tokens, doc_start, targets, weights, classes = batch
-        x = self.stream(tokens, doc_start, view)
+    def forward(self, batch, view, only_tokens=False):
+        """Summed loss of one stream: fp32 (). only_tokens: as at validation, no class but tokens has a part.
+        batch: (tokens, doc_start and folded, the tokens for n-grams, (T,) int32, targets (T, K) int64,
+        weights (T, K) fp32, classes (P,) int64 or None), see softcap_loss."""
+        tokens, doc_start, folded, targets, weights, classes = batch
+        x, mix, copy = self.stream(tokens, doc_start, folded, view), None, None
+        if self.has_pointer:
+            copy = torch.full((1,), COPY, device=x.device)
+            following = targets[:, 0] if classes is None else classes[targets[:, 0]]
+            copy = copy if classes is None else torch.searchsorted(classes, copy)
+            mix = pointer(*self.pointer_parts(x), tokens, following, (doc_start, view.pointer_block))
+        n_classes = COPY + self.has_pointer if only_tokens else VOCAB_PADDED
         return softcap_loss(x, self.w_head, self.w_head.grad, targets, weights, classes=classes,
-                            n_classes=n_classes, rows_op=self.ops.loss_rows)
+                            n_classes=n_classes, rows_op=self.ops.loss_rows, mix=mix, copy=copy)
 
-    def logits(self, tokens, doc_start, view):
-        """Soft-capped logits of the last token of a stream: (VOCAB,)."""
-        x = self.stream(tokens, doc_start, view)[-1]
-        return softcap(F.linear(x, self.w_head[:VOCAB]).float())
+    def probabilities(self, tokens, doc_start, folded, view):
+        """Of each token to follow the last one of a stream, as validation counts them: fp32 (VOCAB,)."""
+        x, copied = self.stream(tokens, doc_start, folded, view), None
+        if self.has_pointer:
+            copied = copies(*self.pointer_parts(x), tokens, (doc_start, view.pointer_block), VOCAB)
+        return chances(F.linear(x[-1], self.w_head[:COPY + self.has_pointer]), copied)
 
-    def stream(self, tokens, doc_start, view):
+    def wanted(self, batches):
+        """{table: ids, ascending, of the rows of it that forward passes over these batches read}."""
+        tokens = torch.cat([tokens for tokens, *_ in batches])
+        plane = VOCAB_PADDED * torch.arange(len(VALUES), device=tokens.device)[:, None]
+        ids = {"w_value": (plane + tokens.unique()).flatten()}
+        if self.ngram_rows:
+            grams = [self.grams(folded, start) for _, start, folded, *_ in batches]
+            ids["w_gram"] = torch.cat(grams)[:, :2].unique()
+        return ids
+
+    def grams(self, folded, doc_start):
+        """Rows of the table and of the signs, see ngrams: (T, 4) int64."""
+        return self.ops.ngrams(folded, doc_start, self.ngram_rows, len(self.signs))
+
+    def stream(self, tokens, doc_start, folded, view):
         """What the head reads: the normed, mixed residual stream behind the last layer, (T, D)."""
         docs, add = documents(doc_start), self.ops.add_rows
         e = lookup(self.w_embed, self.w_embed.grad, tokens, add)                   # (T, D)
@@ -1541,6 +1979,9 @@ class Model(nn.Module):
         x0 = rms_norm(self.ops.smear(e, docs.goes_on, self.mix_smear.type_as(e) * gate))
         run = SimpleNamespace(docs=docs, view=view, x0=x0, gram=torch.zeros_like(x0), gates={}, behind={},
                               values=self.value_rows(tokens), banks=self.matrices())
+        if self.ngram_rows:           # a bigram's row and a trigram's, each times its signs
+            rows, signs = self.grams(folded, doc_start).chunk(2, 1)                # (T, 2) each
+            run.gram = self.ops.signed_sum(self.rows("w_gram", rows), F.embedding(signs, self.signs))
         self.open_gates(run, "pre", x0)
         x = run.first = x0 + run.gates["gram", START] * run.gram
         for i, layer in enumerate(LAYERS):
@@ -1558,12 +1999,21 @@ class Model(nn.Module):
         qk = self.qk[:n * self.n_heads].view(n, 2, self.n_heads, self.d_head, -1)
         return {"qk": qk.unbind(0), "vo": self.vo.unbind(0), "mlp": self.mlp.unbind(0)}
 
+    def rows(self, name, ids):
+        """Rows `ids`, int64, of a table: of those at hand, or of the whole one: (*ids, D)."""
+        w, near, add = getattr(self, name), self.near.get(name), self.ops.add_rows
+        if near is None:
+            return lookup(w, w.grad, ids, add)
+        return lookup(near.values, near.grad, torch.searchsorted(near.ids, ids.contiguous()), add)
+
     def value_rows(self, tokens):
         """{layer: (T, D) rows of its plane of value embeddings}."""
-        planes = self.w_value.unflatten(0, (len(VALUES), -1))
-        grads = None if self.w_value.grad is None else self.w_value.grad.view_as(planes)
-        return {i: lookup(planes[plane], None if grads is None else grads[plane], tokens, self.ops.add_rows)
-                for i, plane in VALUES.items()}
+        return {i: self.rows("w_value", VOCAB_PADDED * plane + tokens.long()) for i, plane in VALUES.items()}
+
+    def pointer_parts(self, x):
+        """Query and key of every token, normed, and the sink's key: (T, E), (T, E), (E,)."""
+        q, k = (rms_norm(F.linear(x, w)) for w in self.w_pointer.type_as(x))
+        return self.mix_pointer.type_as(x) * q, k, self.w_sink
 
     def hidden(self, w1, x):
         """The hidden units of a network behind gates or coefficients: (T, 64)."""
@@ -1673,63 +2123,55 @@ class Model(nn.Module):
         return self.mix_o[a].type_as(h) * F.linear(y.flatten(1), w_o)
 
 
-def stream_bytes(cfg, T):
-    """About the GPU memory in bytes that a stream of T tokens takes: (when trained on, when scored).
+def stream_bytes(cfg, T, n):
+    """About the GPU memory in bytes that a stream of T tokens takes: (when trained on, as one of a step's n,
+    when scored). tests/test_gpu.py compares the first with the measured peak."""
+    size, fp32 = DTYPES[cfg.dtype].itemsize, torch.float32.itemsize
+    per_layer = KEPT_D * cfg.d_model + KEPT_F * cfg.d_mlp
+    block = LOSS_ROWS["cuda"] * VOCAB_PADDED * (2 * size + fp32)
+    rows = 2 * T * cfg.d_model * (cfg.ngram_rows > 0)        # of bigrams and trigrams
+    used, waiting = KEPT_ROWS * size, n * ((1 + KEPT_STEPS) * size + fp32)
+    return T * size * len(LAYERS) * per_layer + block + rows * (used + waiting), (
+        T * size * per_layer + block + rows * (used + size))
 
-    The first is compared with the measured peak by tests/test_gpu.py.
-    """
-    size, per_layer = DTYPES[cfg.dtype].itemsize, KEPT_D * cfg.d_model + KEPT_F * cfg.d_mlp
-    block = LOSS_ROWS["cuda"] * VOCAB_PADDED * (2 * size + torch.float32.itemsize)
-    kept = len(LAYERS) * per_layer
-    return T * size * kept + block, T * size * per_layer + block
 
-
-PARAMS = (                   # in the order in which their gradients are sent; rates from [4]
-    # name                kind     lr_mul  betas          wd_mul
-    ("qk",                "bank",  1.0,    None,          1.0),
-    ("vo",                "bank",  1.0,    None,          1.0),
-    ("mlp",               "bank",  1.0,    None,          1.0),
-    ("w_head",            "table", 1.0,    (0.5, 0.95),   150.0),
-    ("w_embed",           "table", 1.0,    (0.5, 0.95),   150.0),
-    ("w_value",           "table", 70.0,   (0.75, 0.95),  5.0),
-    ("mix_v",             "small", 5.0,    (0.9, 0.99),   0.0),
-    ("mix_o",             "small", 5.0,    (0.9, 0.99),   0.0),
-    ("mix_smear",         "small", 5.0,    (0.9, 0.99),   0.0),
-    ("mix_skip",          "small", 5.0,    (0.9, 0.99),   0.0),
-    ("mix_attn",          "small", 1.0,    (0.9, 0.95),   0.0),
-    ("mix_mlp",           "small", 1.0,    (0.9, 0.95),   0.0),
-    ("mix_stream",        "small", 5.0,    (0.9, 0.95),   0.0),
-    ("gate_smear",        "small", 0.01,   (0.9, 0.99),   0.0),
-    ("gate_value",        "small", 1.0,    (0.9, 0.99),   1.0),
-    ("gate_w1",           "small", 0.1,    (0.9, 0.99),   1.0),
-    ("gate_pre_w2",       "small", 0.1,    (0.9, 0.99),   1.0),
-    ("gate_post_w2",      "small", 0.1,    (0.9, 0.99),   1.0),
-    ("gate_pre_bias",     "small", 0.1,    (0.9, 0.99),   0.0),
-    ("gate_post_bias",    "small", 0.1,    (0.9, 0.99),   0.0),
-    ("gate_scale",        "small", 0.1,    (0.9, 0.99),   0.0),
-    ("coef_w1",           "small", 0.25,   (0.9, 0.99),   1.0),
-    ("coef_remix_w2",     "small", 0.25,   (0.9, 0.99),   1.0),
-    ("coef_final_w2",     "small", 0.25,   (0.9, 0.99),   1.0),
-    ("coef_group_w2",     "small", 0.25,   (0.9, 0.99),   1.0),
-    ("coef_remix_bias",   "small", 0.25,   (0.9, 0.99),   0.0),
-    ("coef_final_bias",   "small", 0.25,   (0.9, 0.99),   0.0),
+POINTER = ("w_pointer", "w_sink", "mix_pointer")
+PARAMS = (                   # parameters with the same settings, those sent first on top; rates from [4], [9]
+    # names                                          kind      lr_mul  betas          wd_mul
+    ("qk vo mlp",                                    "bank",   1.0,    None,          1.0),
+    ("w_head w_embed",                               "table",  1.0,    (0.5, 0.95),   150.0),
+    ("w_value",                                      "shared", 70.0,   (0.75, 0.95),  5.0),
+    ("w_gram",                                       "lazy",   70.0,   (0.0, 0.95),   5.0),
+    ("mix_v mix_o mix_smear mix_skip",               "small",  5.0,    (0.9, 0.99),   0.0),
+    ("mix_attn mix_mlp",                             "small",  1.0,    (0.9, 0.95),   0.0),
+    ("mix_stream",                                   "small",  5.0,    (0.9, 0.95),   0.0),
+    ("gate_smear",                                   "small",  0.01,   (0.9, 0.99),   0.0),
+    ("gate_value w_pointer",                         "small",  1.0,    (0.9, 0.99),   1.0),
+    ("w_sink mix_pointer",                           "small",  1.0,    (0.9, 0.99),   0.0),
+    ("gate_w1 gate_pre_w2 gate_post_w2",             "small",  0.1,    (0.9, 0.99),   1.0),
+    ("gate_pre_bias gate_post_bias gate_scale",      "small",  0.1,    (0.9, 0.99),   0.0),
+    ("coef_w1 coef_remix_w2 coef_final_w2 coef_group_w2", "small", 0.25, (0.9, 0.99), 1.0),
+    ("coef_remix_bias coef_final_bias",              "small",  0.25,   (0.9, 0.99),   0.0),
 )
 
 
 def param_table(model, cfg):
     """One ParamRow for every parameter of the model."""
-    rows = {name: ParamRow(name, getattr(model, name), *rest) for name, *rest in PARAMS}
+    absent = ("w_gram",) * (not model.ngram_rows) + POINTER * (not model.has_pointer)
+    rows = {name: ParamRow(name, getattr(model, name), *rest)
+            for names, *rest in PARAMS for name in names.split() if name not in absent}
     # Muon's factor max(1, R / C) ** 0.5 for tall matrices, and down learns twice as fast as up [4]
     up = max(1.0, cfg.d_mlp / cfg.d_model) ** 0.5
     lr_mul = torch.tensor([up, 2 * up], device=model.mlp.device).repeat(len(model.mlp) // 2)[:, None, None]
     rows["mlp"] = replace(rows["mlp"], lr_mul=lr_mul)
-    astray = {name for name, _ in model.named_parameters()} ^ set(rows)
-    if astray:
-        raise RuntimeError(f"PARAMS and the model disagree about {', '.join(sorted(astray))}")
+    if table := rows.get("w_gram"):
+        rows["w_gram"] = replace(table, lr_mul=table.lr_mul * cfg.ngram_lr)
+    if astray := {name for name, _ in model.named_parameters()} - set(rows):
+        raise RuntimeError(f"PARAMS has no row for {', '.join(sorted(astray))}")
     return list(rows.values())
 
 
-# ======== 7. Optimizers ========================================================= budget 120 ====
+# ======== 7. Optimizers ========================================================= budget 95 ====
 # Muon [1] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
 # (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
 # (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
@@ -1737,114 +2179,89 @@ def param_table(model, cfg):
 #     one flat vector that every rank updates alike. So all ranks hold equal weights after every step.
 # (4) Weights, gradients and states stay at their addresses for the whole run.
 # (5) A zero gradient gives a zero update; decay remains.
+# (6) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before the step, their
+#     gradients go to the owners after it, who keep them until the next event of the tables.
 
 TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
-TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
 
 
 class Optimizer:
     """Owns the gradients and states of the parameters of a table of rows (see ParamRow for its fields)."""
 
     def __init__(self, rows, comm, *, n_micro, muon_lr, muon_wd, adam_lr, adam_wd, adam_eps, ops=None):
-        self.comm, self.share, self.n_adam, self.ops = comm, 1 / n_micro, 0, ops or references()
-        self.muon_lr, self.muon_wd = muon_lr, muon_wd
-        self.adam_lr, self.adam_wd, self.adam_eps = adam_lr, adam_wd, adam_eps
+        self.comm, self.n_adam, self.rows, rest = comm, 0, rows, (1 / n_micro, ops or references())
+        self.muon, self.adam = Muon(muon_lr, muon_wd, *rest), Adam(adam_lr, adam_wd, adam_eps, *rest)
         self.banks = [row for row in rows if row.kind == "bank"]
         self.tables = [row for row in rows if row.kind == "table"]
-        self.small = [row for row in rows if row.kind == "small"]
-        self.state = {}
+        self.sparse = [row for row in rows if row.kind in ("shared", "lazy")]
+        # Of the sparse tables: this step's rows, what has arrived for the next event, a number for each event
+        self.state, self.near, self.arrived, self.events = {}, {}, {row.name: [] for row in self.sparse}, []
         for row in self.banks + self.tables:
             row.param.grad = torch.zeros_like(row.param)
-            self.state[row.name] = self._shard_state(row)
-        self._flatten_small()
-
-    def _shard_state(self, row):
-        """States of this rank's slice of a bank or table, zero: momentum m, second moment m2, low bits lo."""
-        mine = self._mine(row.param.data)
-        state = {"m": torch.zeros_like(mine, dtype=torch.float32)}
-        if row.kind == "table":
-            state["m2"] = torch.zeros_like(state["m"])
-        elif mine.dtype == torch.bfloat16:
-            state["lo"] = torch.zeros_like(mine, dtype=torch.int16)   # the master's lower bits
-        return state
+            self.state[row.name] = zero_state(row.kind, self._mine(row.param.data))
+        for row in self.sparse:
+            self.state[row.name] = zero_state(row.kind, row.param.data)
+        self.flat = Flat([row for row in rows if row.kind == "small"], TAIL)
 
     def _mine(self, x):
         """This rank's slice of a bank, a table or what goes with it."""
         return x.chunk(self.comm.world)[self.comm.rank]
 
-    def _flatten_small(self):
-        """Move the small parameters into one vector, and their gradients into one that ends in the tail."""
-        sizes = [row.param.numel() for row in self.small]
-        self.flat = torch.cat([row.param.data.flatten() for row in self.small])
-        self.flat_grad = self.flat.new_zeros(sum(sizes) + math.prod(TAIL))
-        self.tail = self.flat_grad[sum(sizes):].view(TAIL)
-        self.flat_state = {"m": torch.zeros_like(self.flat), "m2": torch.zeros_like(self.flat)}
-        grads = self.flat_grad[:sum(sizes)]
-        for row, p, g in zip(self.small, self.flat.split(sizes), grads.split(sizes)):
-            row.param.data, row.param.grad = p.view_as(row.param), g.view_as(row.param)
-
     def tensors(self):
-        """Everything that a step changes but the count of Adam steps: weights, gradients, states."""
-        big = [x for row in self.banks + self.tables for x in (row.param.data, row.param.grad)]
-        states = [x for state in (*self.state.values(), self.flat_state) for x in state.values()]
-        return big + states + [self.flat, self.flat_grad]
+        """Everything that a step changes but lazy tables and counts: weights, gradients, states."""
+        rows = [row for row in self.banks + self.tables + self.sparse if row.kind != "lazy"]
+        big = [x for row in rows for x in (row.param.data, row.param.grad, *self.state[row.name].values())]
+        return [x for x in (*big, *self.flat.tensors) if x is not None]
+
+    def lazy(self):
+        """{table: [rows, second moments, last events]} of this rank's share of the lazy tables."""
+        rows = [row for row in self.sparse if row.kind == "lazy"]
+        return {row.name: [row.param.data, *self.state[row.name].values()] for row in rows}
+
+    def pull(self, wanted, wants_grad):
+        """{table: Rows} for {table: ids, ascending}; all ranks ask together. With wants_grad the next step
+        takes the gradients of these rows to their owners."""
+        near = {row.name: Rows(wanted[row.name], row.param.data, self.comm.world, self.comm.all_to_all,
+                               wants_grad) for row in self.sparse}
+        self.near = near if wants_grad else self.near
+        return near
 
     @torch.no_grad()
-    def step(self, step, lr, mu):
-        """Reduce the gradients, update, send the weights. lr: factor on all rates; mu: momentum of Muon."""
+    def step(self, step, lr, mu, event=0):
+        """Reduce the gradients, update, send the weights. lr: factor on all rates; mu: momentum of Muon;
+        event: 0, or for how many pairs of steps sparse tables are updated now: their decays go with it."""
         adam = step % 2 == 1
         sharded = self.banks + self.tables if adam else self.banks
         # All reductions start before the first update, so that they can hide behind it (on a GPU).
         sent = [self.comm.reduce_scatter(row.param.grad) for row in sharded]
-        flat = self.comm.all_reduce(self.flat_grad) if adam else None
+        flat = self.comm.all_reduce(self.flat.grad) if adam else None
+        for name, rows in self.near.items():
+            self.arrived[name].append(rows.deliver())
+        self.near = {}
         gathers = []
         self.n_adam += adam
         for row, (pending, g) in zip(sharded, sent):
             pending.wait()
+            p, state = self._mine(row.param.data), self.state[row.name]
             if row.kind == "bank":
-                self._update_bank(row, g, lr, mu)
+                lr_mul = self._mine(row.lr_mul) if isinstance(row.lr_mul, Tensor) else row.lr_mul
+                self.muon.bank(row, lr_mul, p, g, state, lr=lr, mu=mu)
             else:
-                self._update_table(row, g, lr)
+                self.adam.table(row, (p, g, *state.values()), lr, self.n_adam)
             gathers.append(self.comm.all_gather(row.param.data))
         if adam:
             flat.wait()
-            self._update_small(lr)
-        for pending in gathers:
+            self.flat.step(self.adam, lr, self.n_adam)
+        for row, pending in zip(sharded, gathers):
             pending.wait()
-        for row in sharded:
             row.param.grad.zero_()
-
-    def _update_bank(self, row, g, lr, mu):
-        p, state, rate = self._mine(row.param.data), self.state[row.name], self.muon_lr * lr
-        lr_mul = self._mine(row.lr_mul) if isinstance(row.lr_mul, Tensor) else row.lr_mul
-        # Trap: as tensors, since every new number would compile anew.
-        mu, rate = (torch.full((), x, device=p.device) for x in (mu, rate))
-        u = polar(self.ops.muon_momentum(g, state["m"], mu, self.share, p.dtype))
-        self.ops.muon_apply(p, state.get("lo"), u, rate * lr_mul, self.muon_wd * rate * row.wd_mul)
-
-    def _adam(self, row, tensors, lr, op):
-        """One Adam step by op of (p, g, m, m2), which the row's settings hold for."""
-        lr, (beta1, beta2), n = self.adam_lr * row.lr_mul * lr, row.betas, self.n_adam
-        rate, decay = lr * (1 - beta2 ** n) ** 0.5 / (1 - beta1 ** n), lr * lr * self.adam_wd * row.wd_mul
-        rate, decay = (torch.full((), x, device=tensors[0].device) for x in (rate, decay))
-        op(*tensors, rate, decay, betas=row.betas, eps=self.adam_eps, share=self.share)
-
-    def _update_table(self, row, g, lr):
-        """Adam on this rank's rows, some at a time: 5 times faster on a CPU than all at once (2026-11)."""
-        whole = (self._mine(row.param.data), g, *self.state[row.name].values())
-        for some in zip(*(x.split(TABLE_ROWS[g.device.type]) for x in whole)):
-            self._adam(row, some, lr, self.ops.adam_step)
-
-    def _update_small(self, lr):
-        """Adam on the flat vector, piece by piece because the pieces have rates of their own."""
-        at, whole = 0, (self.flat, self.flat_grad, *self.flat_state.values())
-        for row in self.small:
-            here = slice(at, at := at + row.param.numel())
-            self._adam(row, [x[here] for x in whole], lr, adam_step)
-        self.flat_grad[:len(self.flat)] = 0
+        self.events += [event] * (event > 0)
+        for row in self.sparse if event else ():
+            arrived, self.arrived[row.name] = self.arrived[row.name], []
+            self.adam.event(row, (row.param.data, *self.state[row.name].values()), arrived, lr, self.events)
 
 
-# ======== 8. Data =============================================================== budget 480 ====
+# ======== 8. Data =============================================================== budget 490 ====
 # Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
 # All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
 # skipped. What a micro-batch holds is a function of its number in the run alone: not of the rank, the world
@@ -1970,8 +2387,7 @@ def check_vocabulary(path):
 def check_files(cfg, comm):
     """Check every shard before anything slow: headers and sizes on every rank, ids shared out over the ranks.
 
-    Raises the same Refusal on every rank. Returns the usable number of training tokens.
-    """
+    Raises the same Refusal on every rank. Returns the usable number of training tokens."""
     try:
         check_vocabulary(cfg.vocab_file)
         paths = files_of(cfg.train_files, "train_files"), files_of(cfg.val_files, "val_files")
@@ -2004,8 +2420,7 @@ def pack(start, stop, first, n_tokens, max_doc):
     start, stop   int64 arrays: where each document begins and ends
     returns       (begins, lengths, next document), or None if the documents do not suffice
     Each document is cut to max_doc, the last one to fit; what is cut off is dropped, so every span begins
-    with BOS. The + 1 is there because targets are the inputs shifted by one.
-    """
+    with BOS. The + 1 is there because targets are the inputs shifted by one."""
     some = slice(first, first + n_tokens + 1)
     lengths = np.minimum(stop[some] - start[some], max_doc)
     filled = np.cumsum(lengths)
@@ -2098,28 +2513,27 @@ def validation_tokens(cfg):
 
 
 def unigram_loss(cfg):
-    """Cross-entropy of the validation targets under token frequencies alone.
-
-    Frequencies are those of the first training shard's first million tokens, each count plus one. A model
-    below this number makes use of context.
-    """
+    """Cross-entropy of the validation targets under the frequencies of the first million training tokens,
+    each count plus one. A model below this number makes use of context."""
     train = open_shard(files_of(cfg.train_files, "train_files")[0])[:CHECK_TOKENS]
     targets = validation_tokens(cfg)[1:]
     counts = np.bincount(train, minlength=VOCAB) + 1.0
     return -float(np.log(counts / counts.sum())[targets].mean())
 
 
-def read_validation(cfg, comm):
+def read_validation(cfg, comm, vocabulary):
     """This rank's validation streams: [batch, ...] as Model.forward takes them, on the CPU, in order.
 
     Stream i of val_tokens / val_seq goes to rank i mod world. Streams do not begin at a document's start.
-    """
+    Every rank gets the same number, some perhaps an empty one at the end."""
     flat, streams = validation_tokens(cfg), []
-    for i in range(comm.rank, cfg.val_tokens // cfg.val_seq, comm.world):
+    rounds = -(-(cfg.val_tokens // cfg.val_seq) // comm.world)
+    for i in range(comm.rank, rounds * comm.world, comm.world):
         piece = flat[i * cfg.val_seq:(i + 1) * cfg.val_seq + 1]
         check_range(piece, f"stream {i} of {cfg.val_files}")
         inputs, targets = piece[:-1].astype(np.int32), piece[1:, None].astype(np.int64)
-        values = inputs, doc_starts(inputs), targets, np.ones(targets.shape, np.float32)
+        ones, folded = np.ones(targets.shape, np.float32), vocabulary.folded[inputs]
+        values = inputs, doc_starts(inputs), folded, targets, ones
         streams.append((*map(torch.from_numpy, values), None))
     return streams
 
@@ -2137,8 +2551,8 @@ def class_of(kind):
 class Vocabulary:
     """The byte strings of GPT-2's tokens in id order. The merge rank of a token is its id."""
 
-    def __init__(self, path):
-        packed, self.bytes, at = check_vocabulary(path), [], 0
+    def __init__(self, path, fold_case):
+        packed, self.bytes, at, self.fold_case = check_vocabulary(path), [], 0, fold_case
         while at < len(packed):      # a length byte, then the token
             self.bytes.append(packed[at + 1:at + 1 + packed[at]])
             at += 1 + packed[at]
@@ -2164,27 +2578,45 @@ class Vocabulary:
         """The text of token ids; bytes that are no UTF-8 become a replacement character."""
         return b"".join(self.bytes[i] for i in ids).decode("utf-8", "replace")
 
+    @functools.cached_property
+    def prefixes(self):
+        """For every token the longest proper prefix of its bytes that is a token, or -1: (V,) int32 [4]."""
+        table = np.full(VOCAB_PADDED, -1, np.int32)
+        for i, token in enumerate(self.bytes[:BOS]):     # BOS is no text
+            table[i] = next((self.ids[token[:n]] for n in range(len(token) - 1, 0, -1)
+                             if token[:n] in self.ids), -1)
+        return table
+
+    @functools.cached_property
+    def folded(self):
+        """For every token the first one whose text is the same but for case, accents and blanks: (V,) int32.
+
+        The text is normed by NFKC and NFD, loses accents, becomes lower case, has one space for blanks [8].
+        Tokens that are no text by themselves or leave nothing stay what they are; without fold_case all do.
+        """
+        table, first = np.arange(VOCAB_PADDED, dtype=np.int32), {}
+        for i, token in enumerate(self.bytes[:BOS] if self.fold_case else ()):
+            with contextlib.suppress(UnicodeDecodeError):
+                text = token.decode()
+                if not text.isascii():
+                    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+                    text = "".join(c for c in text if unicodedata.category(c) != "Mn")
+                text = re.sub("[ \t\r\n]+", " ", text.lower())
+                if text := text.strip() or text * (text == " "):
+                    table[i] = first.setdefault(text, i)
+        return table
+
 
 # ---- 8.5 targets: what the loss of a micro-batch is taken over -------------------------------------
 
 SWEEP_STRIDE = 20_011        # coprime with the number of classes: the sweep meets all of them
 
 
-def prefix_table(vocabulary):
-    """For every token the longest proper prefix of its bytes that is a token, or -1: (V,) int32 [4]."""
-    table = np.full(VOCAB_PADDED, -1, np.int32)
-    for i, token in enumerate(vocabulary.bytes[:BOS]):     # BOS is no text
-        table[i] = next((vocabulary.ids[token[:n]] for n in range(len(token) - 1, 0, -1)
-                         if token[:n] in vocabulary.ids), -1)
-    return table
-
-
 def candidates(targets, n_classes, start):
     """(classes, next start): the targets, COPY and further classes, n_classes in all, ascending: int64.
 
     The further ones are met on a sweep k -> 20011 k mod V from k = start on, which ends with the last one
-    taken. Raises RunFailed where the targets alone are too many.
-    """
+    taken. Raises RunFailed where the targets alone are too many."""
     taken = np.zeros(VOCAB_PADDED, bool)
     taken[targets] = taken[COPY] = True
     missing = n_classes - int(taken.sum())
@@ -2216,17 +2648,16 @@ class Loader:
 
     plan: one StepPlan per step. A batch is what Model.forward takes, one for each micro-batch of this rank,
     at fixed addresses on the device. A host slot is filled again only when the copy that read it has
-    finished; without that the next batch would overwrite the one in flight.
-    """
+    finished; without that the next batch would overwrite the one in flight."""
 
     def __init__(self, cfg, comm, plan):
         self.corpus = Corpus(files_of(cfg.train_files, "train_files"), cfg.repeat)
         self.plan, self.n_micro, self.device = plan, cfg.n_micro, comm.device
         n = cfg.n_micro // comm.world
         self.mine = range(comm.rank * n, (comm.rank + 1) * n)
-        self.vocabulary, self.prefix_of = Vocabulary(cfg.vocab_file), None
+        self.vocabulary = Vocabulary(cfg.vocab_file, cfg.fold_case)
         self.sweeps = [VOCAB_PADDED * m // cfg.n_micro for m in range(cfg.n_micro)]
-        kinds = torch.int32, torch.int32, torch.int64, torch.float32, torch.int64
+        kinds = torch.int32, torch.int32, torch.int32, torch.int64, torch.float32, torch.int64
         on_gpu = comm.device.type == "cuda"
         sizes = [n * max(map(math.prod, shapes)) for shapes in zip(*map(self.shapes, plan))]
         self.slots = [[torch.empty(size, dtype=t, pin_memory=on_gpu) for size, t in zip(sizes, kinds)]
@@ -2242,9 +2673,9 @@ class Loader:
 
     @staticmethod
     def shapes(plan):
-        """Shapes of a micro-batch: tokens, doc_start, targets, weights, classes (none if they are all)."""
-        targets = plan.T, len(plan.future) + len(plan.prefix)
-        return (plan.T,), (plan.T,), targets, targets, (plan.n_classes % VOCAB_PADDED,)
+        """Shapes of a micro-batch: tokens, doc_start, folded, targets, weights, classes (none if all)."""
+        T, targets = (plan.T,), (plan.T, len(plan.future) + len(plan.prefix))
+        return T, T, T, targets, targets, (plan.n_classes % VOCAB_PADDED,)
 
     def views(self, buffers, plan):
         """Of every buffer the part that a step of the plan uses, one row a micro-batch."""
@@ -2281,17 +2712,16 @@ class Loader:
                 continue
             piece = self.corpus.read(*spans)
             crcs.append(zlib.crc32(piece))
-            starts = np.cumsum(spans[1]) - spans[1]
-            values = piece[:-1], np.repeat(starts, spans[1])[:-1], *self._targets(piece[1:], plan, m)
+            starts = np.repeat(np.cumsum(spans[1]) - spans[1], spans[1])[:-1]
+            folded = self.vocabulary.folded[piece[:-1]]
+            values = piece[:-1], starts, folded, *self._targets(piece[1:], plan, m)
             for buffer, value in zip(slot, values):
                 buffer[m - self.mine[0]].numpy()[...] = value
         return crcs, self.corpus.epoch
 
     def _targets(self, following, plan, m):
         """(targets, weights, classes) of micro-batch m; the targets are positions in its classes."""
-        if self.prefix_of is None:
-            self.prefix_of = prefix_table(self.vocabulary)
-        targets, weights = weighted_targets(following, plan, self.prefix_of)
+        targets, weights = weighted_targets(following, plan, self.vocabulary.prefixes)
         classes = np.zeros(0, np.int64)
         if plan.n_classes < VOCAB_PADDED:
             classes, self.sweeps[m] = candidates(following, plan.n_classes, self.sweeps[m])
@@ -2320,7 +2750,7 @@ class Loader:
         return list(zip(*on_device))
 
 
-# ======== 9. Schedules ========================================================== budget 90 ====
+# ======== 9. Schedules ========================================================== budget 100 ====
 # What changes during a run, as pure functions of (cfg, step): no tensor, no rank, no state. Steps count
 # from 0. Stage boundaries are in section 1 (Config.stage_ends), since the command line is checked against
 # them; everything here follows from them.
@@ -2329,6 +2759,8 @@ ROTARY_BASE = 1024           # the slowest pair of channels turns by 1 / 1024 ra
 YARN_TURNS = (1.0, 32.0)     # turns in a window at which a frequency is stretched fully, and not at all [4]
 YARN_GAIN = 0.2
 LATE_SHARE = (2, 3)          # of stage 2 have passed when its loss takes more classes
+EVENT_EVERY = 4              # steps between two events of the tables, half as many at first
+EVENT_SWITCH = 336           # step from which they are rarer, at n_steps = 1050 [4]
 
 
 def stage_at(cfg, step):
@@ -2363,6 +2795,15 @@ def n_classes_at(cfg, step):
     return cfg.p_early if stage < 2 else cfg.p_late if late else cfg.p_middle
 
 
+def event_at(cfg, step):
+    """0, or for how many pairs of steps the sparse tables are updated after a step: 1, later 2. The last step
+    of all updates them in any case, so that no gradient is lost."""
+    switch = EVENT_SWITCH * min(1.0, cfg.n_steps / REFERENCE_STEPS)
+    if step < EVENT_EVERY * round(switch / EVENT_EVERY):
+        return step % 2
+    return 2 * (step % EVENT_EVERY == EVENT_EVERY - 1 or step == cfg.n_steps - 1)
+
+
 def targets_at(cfg, step):
     """(weights of the next tokens as targets, () or (weight,) of the next token's prefix), falling [4]."""
     stage, ends = stage_at(cfg, step), (0, *cfg.stage_ends)
@@ -2384,8 +2825,7 @@ def yarn(freqs, scale, old, new):
     """Frequencies and softmax scale after the window has grown from old to new tokens [3].
 
     Slow frequencies, with less than one turn in the old window, are stretched by new / old; fast ones, with
-    more than 32, stay; those between are blended.
-    """
+    more than 32, stay; those between are blended."""
     low, high = YARN_TURNS
     keep = [min(max((old * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in freqs]
     shrunk = [f * (old / new + k * (1 - old / new)) for f, k in zip(freqs, keep)]
@@ -2396,8 +2836,7 @@ def rotary_at(cfg, stage, wide):
     """(angular frequencies, softmax scale) of a stage's wide or narrow heads: d_head/4 frequencies, falling.
 
     One YaRN step for every growth of the window up to this stage; narrow heads follow the short window, wide
-    ones the long one. Validation takes no step.
-    """
+    ones the long one. Validation takes no step."""
     n = cfg.d_head // 2 // 2
     freqs = [ROTARY_BASE ** (-i / max(n - 1, 1)) for i in range(n)]
     scale = cfg.scale_wide if wide else cfg.scale_narrow
@@ -2408,7 +2847,7 @@ def rotary_at(cfg, stage, wide):
     return freqs, scale
 
 
-# ======== 10. Graphs ============================================================ budget 130 ====
+# ======== 10. Graphs ============================================================ budget 150 ====
 # What is done once per process before the clock starts: which replacements run, whether the memory suffices,
 # and every shape run once on synthetic tokens, so that all is compiled, libraries are loaded, connections
 # stand, and what cannot work fails early.
@@ -2467,38 +2906,44 @@ def n_compiled():
 
 def make(cfg, comm, device, ops=None):
     """(Model, Optimizer) of a run on a device; on `meta` they have shapes only."""
-    model = Model(cfg, device, ops)
+    model = Model(cfg, device, ops, (comm.rank, comm.world))
     return model, Optimizer(param_table(model, cfg), comm, n_micro=cfg.n_micro, muon_lr=cfg.muon_lr,
                             muon_wd=cfg.muon_wd, adam_lr=cfg.adam_lr, adam_wd=cfg.adam_wd,
                             adam_eps=cfg.adam_eps, ops=ops)
 
 
 def memory_needed(cfg, comm):
-    """Bytes of GPU memory: (weights and states with their copy in warm-up, training, validation)."""
-    held = 2 * sum(x.nbytes for x in make(cfg, comm, torch.device("meta"))[1].tensors())
-    return held, stream_bytes(cfg, max(stage.T for stage in cfg.stages))[0], stream_bytes(cfg, cfg.val_seq)[1]
+    """Bytes of GPU memory: (weights and states with their copy in warm-up, this rank's share of the table of
+    n-grams with its states, training, validation)."""
+    optimizer, longest = make(cfg, comm, torch.device("meta"))[1], max(stage.T for stage in cfg.stages)
+    table = sum(x.nbytes for xs in optimizer.lazy().values() for x in xs)
+    return (2 * sum(x.nbytes for x in optimizer.tensors()), table,
+            stream_bytes(cfg, longest, cfg.n_micro // comm.world)[0], stream_bytes(cfg, cfg.val_seq, 1)[1])
 
 
 def check_memory(cfg, comm):
     """Refuse a setting that does not fit the GPU's free memory, before anything is compiled."""
     if comm.device.type != "cuda":
         return
-    held, training, validation = memory_needed(cfg, comm)
-    free, needed = torch.cuda.mem_get_info()[0], held + max(training, validation)
+    held, table, *streams = memory_needed(cfg, comm)
+    free, needed = torch.cuda.mem_get_info()[0], held + table + max(streams)
     if needed <= free:
         return
-    T = max(stage.T for stage in cfg.stages)
-    halvings = [next((i for i in range(SHIFTS) if held + stream_bytes(cfg, n >> i)[scored] <= free), SHIFTS)
-                for scored, n in enumerate((T, cfg.val_seq))]
-    cures = []
-    if halvings[0]:
-        cures += [f"t_factor={cfg.t_factor / 2 ** halvings[0]:g} n_micro={cfg.n_micro * 2 ** halvings[0]} "
-                  f"(as many tokens a step)"]
-    if halvings[1]:
-        cures += [f"val_seq={cfg.val_seq >> halvings[1]}"]
+    # Shorter streams only if they do not fit without a table; of the table what then remains.
+    lengths = max(stage.T for stage in cfg.stages), cfg.val_seq
+    takes = [[stream_bytes(cfg, n >> i, (cfg.n_micro << i) // comm.world)[scored] for i in range(SHIFTS)]
+             for scored, n in enumerate(lengths)]
+    halvings = [next((i for i in range(SHIFTS) if held + one[i] <= free), SHIFTS) for one in takes]
+    spare = free - held - max(one[min(i, SHIFTS - 1)] for one, i in zip(takes, halvings))
+    rows, i, j = spare * cfg.ngram_rows // max(table, 1) // ROWS_MULTIPLE * ROWS_MULTIPLE, *halvings
+    cures = [text for needs, text in (
+        (i, f"t_factor={cfg.t_factor / 2 ** i:g} n_micro={cfg.n_micro * 2 ** i} (as many tokens a step)"),
+        (j, f"val_seq={cfg.val_seq >> j}"),
+        (table > spare, f"ngram_rows={rows}, the largest table that fits")) if needs]
     take = f"Take {' and '.join(cures)}." if max(halvings) < SHIFTS else "The weights alone do not fit."
-    raise Refusal(f"rank {comm.rank}: T={T:,} and val_seq={cfg.val_seq:,} need about {needed:,} bytes "
-                  f"({needed / GIB:.1f} GiB) of GPU memory, free are {free:,} ({free / GIB:.1f} GiB). {take}")
+    raise Refusal(f"rank {comm.rank}: T={lengths[0]:,}, val_seq={cfg.val_seq:,} and "
+                  f"ngram_rows={cfg.ngram_rows:,} need about {needed:,} bytes ({needed / GIB:.1f} GiB) of "
+                  f"GPU memory, free are {free:,} ({free / GIB:.1f} GiB). {take}")
 
 
 def synthetic(plan, device):
@@ -2507,45 +2952,56 @@ def synthetic(plan, device):
     ids = torch.arange(T + 1, device=device) * SYNTHETIC_STRIDE % VOCAB
     targets = (ids[1:] % P)[:, None].repeat(1, n_targets)
     classes = torch.arange(P, device=device) if P < VOCAB_PADDED else None
-    return (ids[:-1].int(), torch.zeros(T, dtype=torch.int32, device=device), targets,
+    if classes is not None:
+        classes[-1] = max(P - 1, COPY)
+    return (ids[:-1].int(), torch.zeros(T, dtype=torch.int32, device=device), ids[:-1].int(), targets,
             torch.ones(T, n_targets, device=device), classes)
 
 
 def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
     """One micro-batch of every shape, two optimizer steps, one validation stream; then undo it all.
 
-    plans: {StepPlan of a shape: View}, largest T first. tell(text) is called after every part.
-    """
-    device = model.w_embed.device
+    plans: {StepPlan of a shape: View}, largest T first. tell(text) is called after every part."""
+    device, counts = model.w_embed.device, (optimizer.n_adam, [*optimizer.events])
     # Two steps, because Adam steps on odd ones only. Nothing here draws a random number or asks the loader.
-    before, n_adam = [x.clone() for x in optimizer.tensors()], optimizer.n_adam
+    before, rows = [x.clone() for x in optimizer.tensors()], []
     for plan, view in plans.items():
-        model(synthetic(plan, device), view).backward()
+        batch = synthetic(plan, device)
+        model.near = optimizer.pull(model.wanted([batch]), True)
+        model(batch, view).backward()
         optimizer.comm.settle()
         tell(f"T {plan.T:,}, {plan.n_classes:,} classes")
+    for name, xs in optimizer.lazy().items():      # too large for a copy: the rows that will change
+        ids = optimizer.near[name].asked
+        rows += [(x, ids, x[ids]) for x in xs]
     for step in range(2):
-        optimizer.step(step, 1.0, cfg.mu_low)
+        optimizer.step(step, 1.0, cfg.mu_low, event=step)
     optimizer.comm.settle()
     tell("optimizer")
     with torch.no_grad():
-        model(synthetic(StepPlan(cfg.val_seq, 0, VOCAB_PADDED, (1.0,), ()), device), val_view, VOCAB)
+        batch = synthetic(StepPlan(cfg.val_seq, 0, VOCAB_PADDED, (1.0,), ()), device)
+        model.near = optimizer.pull(model.wanted([batch]), False)
+        model(batch, val_view, True)
         for x, old in zip(optimizer.tensors(), before):
             x.copy_(old)
-    optimizer.n_adam = n_adam
+        for x, ids, old in rows:
+            x[ids] = old
+    (optimizer.n_adam, optimizer.events), model.near = counts, {}
     optimizer.comm.settle()
     tell("validation")
 
 
-# ======== 11. Train ============================================================= budget 365 ====
+# ======== 11. Train ============================================================= budget 380 ====
 # A run from the command line to the last line of the log. Invariants:
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.
-# (2) The host never waits for the device within a stage, but for the ring, where a step's loss is read when
-#     it is there, at most 16 steps later, and for the bounds of documents (4.1, fast=attention).
+# (2) The host never waits for the device within a stage, but for the ring (a step's loss is read when it is
+#     there, at most 16 steps later), the bounds of documents (4.1) and the numbers of rows to bring (4.8).
 # (3) Every decision to stop is made from numbers that all ranks share, or by the Guard.
 
 RING = 8                     # entries of two steps each whose loss may be under way
 MIB = 1 << 20
+SAVED_ROWS = 1 << 18         # rows of a table that travel at once to be saved
 
 
 class LossRing:
@@ -2578,22 +3034,13 @@ class LossRing:
             yield steps, entry.tolist(), stamps
 
 
-def turns(freqs, n_positions, n_still, device):
-    """Rotary table, see rotate: (n_positions, 1, E/2, 2), with n_still pairs that do not turn."""
-    position = torch.arange(n_positions, dtype=torch.float64, device=device)
-    angle = torch.outer(position, torch.tensor(freqs, dtype=torch.float64, device=device))
-    turning = torch.stack((angle.cos(), -angle.sin()), -1).float()
-    return torch.cat((turning, turning.new_tensor((1.0, 0.0)).expand(n_positions, n_still, 2)), 1)[:, None]
-
-
-def view_at(cfg, stage, device, n_positions, long=None):
-    """View of a stage for streams of n_positions tokens; `long` replaces its long window."""
+def view_at(cfg, stage, device, n_positions, long=None, block=None):
+    """View of a stage for streams of n_positions tokens; `long` and `block` replace its long window and the
+    pointer's block."""
     (narrow, scale_narrow), (wide, scale_wide) = (rotary_at(cfg, stage, wide) for wide in (False, True))
-    doubled = turns(narrow, 2 * n_positions, 0, device)
-    return View(cfg.stages[stage].short, long or cfg.stages[stage].long,
-                torch.tensor(scale_narrow, device=device), torch.tensor(scale_wide, device=device),
-                doubled[:n_positions], doubled.view(n_positions, 2, -1, 2),
-                turns(wide, n_positions, len(wide), device))
+    scales = (torch.tensor(x, device=device) for x in (scale_narrow, scale_wide))
+    return View(cfg.stages[stage].short, long or cfg.stages[stage].long, block or cfg.pointer_block, *scales,
+                **Model.turn_tables(narrow, wide, n_positions, device))
 
 
 def tokens_until(cfg, step):
@@ -2629,13 +3076,14 @@ def begin(cfg, comm, log, guard, *, model, optimizer, telemetry):
     telemetry.clock, telemetry.samples = Clock(comm), []
     log.flush()
     return Run(cfg, comm, log, guard, telemetry.clock, model, optimizer, telemetry, Loader(cfg, comm, plan),
-               LossRing(comm.device, optimizer.tail.shape), [], 0.0, 0)
+               LossRing(comm.device, optimizer.flat.tail.shape), [], 0.0, 0)
 
 
 def prepare(cfg, comm, log, guard, *, ops, telemetry):
     """Everything up to the start of the clock that is done once per process. Returns a Run."""
     model, optimizer = make(cfg, comm, comm.device, ops)
-    log.line(f"parameters: {sum(p.numel() for p in model.parameters()):,}")
+    numbers = [row.param.numel() * (comm.world if row in optimizer.sparse else 1) for row in optimizer.rows]
+    log.line(f"parameters: {sum(numbers):,}")
     log.phase("model")
     guard.step()
 
@@ -2649,17 +3097,21 @@ def prepare(cfg, comm, log, guard, *, ops, telemetry):
         shapes.setdefault((plan.T, plan.n_classes, len(plan.future)), (plan, stage_at(cfg, step)))
     warm_up(cfg, model, optimizer, {plan: view_at(cfg, k, comm.device, plan.T) for plan, k in
                                     sorted(shapes.values(), key=lambda x: -x[0].T)},
-            view_at(cfg, last, comm.device, cfg.val_seq, cfg.val_long), tell=tell)
+            view_at(cfg, last, comm.device, cfg.val_seq, cfg.val_long, cfg.val_pointer_block), tell=tell)
     return begin(cfg, comm, log, guard, model=model, optimizer=optimizer, telemetry=telemetry)
 
 
 def renew(run, cfg, log):
     """A Run like `run` with the seed of cfg: new weights at the old addresses, states zero."""
+    least = replace(cfg, ngram_rows=min(cfg.ngram_rows, ROWS_MULTIPLE))    # the table itself begins at zero
+    weights = Model(least, torch.device("cpu"), part=(run.comm.rank, run.comm.world)).state_dict()
     with torch.no_grad():
-        for x in run.optimizer.tensors():
+        for x in (*run.optimizer.tensors(), *sum(run.optimizer.lazy().values(), [])):
             x.zero_()
-    run.optimizer.n_adam = 0
-    run.model.load_state_dict(Model(cfg, torch.device("cpu")).state_dict())
+    for arrived in run.optimizer.arrived.values():       # after the last event of the run before
+        arrived.clear()
+    run.model.load_state_dict({name: x for name, x in weights.items() if name != "w_gram"}, strict=False)
+    run.optimizer.n_adam, run.optimizer.events = 0, []
     log.phase("new weights")
     return begin(cfg, run.comm, log, run.guard, model=run.model, optimizer=run.optimizer,
                  telemetry=run.telemetry)
@@ -2667,14 +3119,15 @@ def renew(run, cfg, log):
 
 def train_step(run, batch, view, step):
     """Forward and backward of this rank's micro-batches, then the optimizer; the tail gets loss and flag."""
-    tail = run.optimizer.tail[step % 2].zero_()
+    tail = run.optimizer.flat.tail[step % 2].zero_()
+    run.model.near = run.optimizer.pull(run.model.wanted(batch), True)
     for micro_batch in batch:
         loss = run.model(micro_batch, view)
         loss.backward()
         tail[0] += loss.detach()
         run.guard.step()
     tail[1] = (~torch.isfinite(tail[0])) * 2.0 ** run.comm.rank
-    run.optimizer.step(step, lr_at(run.cfg, step), mu_at(run.cfg, step))
+    run.optimizer.step(step, lr_at(run.cfg, step), mu_at(run.cfg, step), event_at(run.cfg, step))
 
 
 def report(run, wait=False):
@@ -2698,19 +3151,24 @@ def report(run, wait=False):
 def validate(run, step, long=None):
     """Mean loss over all validation tokens before step `step`. When it returns, the clock stands.
 
-    On the clock: rotary table, reading the tokens. Off it: the forward passes, which mask the classes that
-    are no tokens. A stream's loss does not depend on the rank that computes it, nor their order of summing.
-    """
-    cfg, comm = run.cfg, run.comm
-    view = view_at(cfg, stage_at(cfg, max(step - 1, 0)), comm.device, cfg.val_seq, long)
-    streams, sums = read_validation(cfg, comm), []
+    On the clock: rotary table, reading the tokens, bringing the rows of the tables. Off it: the forward
+    passes, which mask the classes that are no tokens and have the rows brought again, one stream's at a time.
+    A stream's loss does not depend on the rank that computes it, nor their order of summing."""
+    cfg, comm, sums = run.cfg, run.comm, []
+    stage, block = stage_at(cfg, max(step - 1, 0)), cfg.val_pointer_block
+    view = view_at(cfg, stage, comm.device, cfg.val_seq, long, block)
+    streams = read_validation(cfg, comm, run.loader.vocabulary)
+    streams = [[x if x is None else x.to(comm.device) for x in stream] for stream in streams]
+    for stream in streams:
+        run.optimizer.pull(run.model.wanted([stream]), False)
     run.loader.pause()
     run.clock.stop()
     report(run, wait=True)
     with torch.no_grad():
-        for stream in streams:           # item() waits for the device, which is right: the clock stands
-            stream = [x if x is None else x.to(comm.device) for x in stream]
-            sums.append(run.model(stream, view, VOCAB).item())
+        for stream in streams:
+            run.model.near = run.optimizer.pull(run.model.wanted([stream]), False)
+            if len(stream[0]):           # item() waits for the device, which is right: the clock stands
+                sums.append(run.model(stream, view, True).item())
             run.guard.step()
     by_rank = comm.collect(sums)
     streams_in_order = range(cfg.val_tokens // cfg.val_seq)
@@ -2747,30 +3205,38 @@ def train(run):
         run.guard.step()
         stamps.append(run.clock.stamp())
         if step % 2 == 1:                        # the tail was summed with the small gradients
-            run.ring.push((step - 1, step), run.optimizer.tail, stamps)
+            run.ring.push((step - 1, step), run.optimizer.flat.tail, stamps)
             stamps = []
             report(run)
     if stamps:                                   # stopped after an even step: its loss is summed alone
-        run.comm.all_reduce(run.optimizer.tail).wait()
-        run.ring.push((cfg.n_run - 1,), run.optimizer.tail, stamps)
+        run.comm.all_reduce(run.optimizer.flat.tail).wait()
+        run.ring.push((cfg.n_run - 1,), run.optimizer.flat.tail, stamps)
     return validate(run, cfg.n_run, cfg.val_long)
 
 
 # ---- 11.2 main: from the command line to the last line of the log --------------------------------
 
+def whole(comm, share):
+    """On rank 0 the ranks' shares of a table, one behind the other, on the CPU; elsewhere nothing."""
+    pieces = (comm.collect(piece.cpu()) for piece in share.split(SAVED_ROWS))
+    kept = [piece for piece in pieces if comm.rank == 0]
+    return torch.cat([piece[rank] for rank in range(comm.world) for piece in kept]) if kept else None
+
+
 def save_weights(run):
     """Rank 0 writes the weights with the settings that made them; a killed save leaves no such file."""
+    tables = {row.name: whole(run.comm, row.param.data) for row in run.optimizer.sparse}
+    weights = run.model.state_dict() | tables
     if run.comm.rank == 0:
         part = run.cfg.save + ".part"
-        torch.save({"config": asdict(run.cfg), "weights": run.model.state_dict()}, part)
+        torch.save({"config": asdict(run.cfg), "weights": weights}, part)
         os.replace(part, run.cfg.save)
         run.log.line(f"saved: {run.cfg.save}")
 
 
 def telemetry_lines(samples):
     """Footer lines on the GPUs while the clock ran, n/a without samples."""
-    names = ("gpu_sm_mhz", "gpu_power_w", "gpu_temp_c")
-    columns = list(zip(*samples))[2:] or [()] * len(names)
+    names, columns = ("gpu_sm_mhz", "gpu_power_w", "gpu_temp_c"), list(zip(*samples))[2:] or [(), (), ()]
     return [f"{name}: " + (f"mean {np.mean(x):.0f}, least {min(x):.0f}, most {max(x):.0f}" if x else "n/a")
             for name, x in zip(names, columns)]
 
@@ -2818,21 +3284,21 @@ def continuation(cfg):
     try:
         saved = torch.load(cfg.load, map_location="cpu", weights_only=True)
         stages = tuple(Stage(**row) for row in saved["config"]["stages"])
-        made = Config(**saved["config"] | {"stages": stages})
+        made = Config(**{f.name: saved["config"][f.name] for f in fields(Config)} | {"stages": stages})
     except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as e:
         raise Refusal(f"load={cfg.load}: not what save=PATH of this script writes "
                       f"({type(e).__name__}). Give such a file.") from None
-    model, vocabulary = Model(made, torch.device("cpu")), Vocabulary(cfg.vocab_file)
+    model, vocabulary = Model(made, torch.device("cpu")), Vocabulary(cfg.vocab_file, made.fold_case)
     model.load_state_dict(saved["weights"])
     # Every token runs the whole stream again: there is no cache, and the forward pass is the trainer's own.
     ids, rand = [BOS, *vocabulary.encode(cfg.sample)], torch.Generator().manual_seed(cfg.seed)
     for _ in range(cfg.sample_tokens):
-        view = view_at(made, stage_at(made, made.n_run - 1), torch.device("cpu"), len(ids), made.val_long)
-        with torch.no_grad():
-            tokens = torch.tensor(ids, dtype=torch.int32)
-            logits = model.logits(tokens, torch.zeros_like(tokens), view)
-        best = logits.topk(cfg.top_k)    # top_k=1 leaves one choice: greedy
-        ids.append(int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=rand)]))
+        view = view_at(made, stage_at(made, made.n_run - 1), torch.device("cpu"), len(ids), made.val_long,
+                       made.val_pointer_block)
+        tokens, folded = (torch.tensor(x, dtype=torch.int32) for x in (ids, vocabulary.folded[ids]))
+        with torch.no_grad():    # top_k=1 leaves one choice: greedy
+            best = model.probabilities(tokens, torch.zeros_like(tokens), folded, view).topk(cfg.top_k)
+        ids.append(int(best.indices[torch.multinomial(best.values, 1, generator=rand)]))
     return vocabulary.decode(ids[1:])
 
 
@@ -2877,6 +3343,8 @@ def main(argv=None):
                      f"fast: {','.join(names) or 'none'}", *host_lines(comm),
                      f"config: {json.dumps(asdict(one))}", f"train_tokens: {usable:,} usable"):
             log.line(text)
+        if cfg.ngram_rows < PRESETS[cfg.preset].ngram_rows:
+            log.line(f"record-grade: no (ngram_rows={cfg.ngram_rows})")
         if run is None:
             log.line(f"phase: imports {imported_s:.1f} s")
             log.phase("joining and checks")

@@ -48,6 +48,10 @@ def test_values_take_the_type_of_their_field(tg):
     (["tiny", "d_model=64", "d_head=16", "n_heads=4"], ["d_model=64", "multiple of 12"]),
     (["p_late=60000"], ["p_late=60000", "50304"]),
     (["runs=0"], ["runs=0", "at least 1"]),
+    (["ngram_rows=1000"], ["ngram_rows=1000", "multiple of 16", "ngram_rows=1008"]),
+    (["ngram_rows=-16"], ["ngram_rows=-16", "at least 0"]),
+    (["pointer_block=-1"], ["pointer_block=-1", "at least 0"]),
+    (["val_pointer_block=0"], ["val_pointer_block=0", "at least 1"]),
     (["runs=2", "save=x.pt"], ["save=x.pt", "runs=2", "runs=1"]),
     (["t_factor=0.0001"], ["t_factor=0.0001", "T=16384", "0.5"]),
     (["tiny", "t_factor=0.3"], ["t_factor=0.3", "T=256"]),
@@ -76,3 +80,11 @@ def test_t_factor_scales_every_stage_and_nothing_else(tg):
     assert [stage.T for stage in cfg.stages] == [4096, 8192, 12_288, 10_240, 4096]
     assert [replace(a, T=b.T) for a, b in zip(cfg.stages, whole.stages)] == list(whole.stages)
     assert replace(cfg, stages=whole.stages, t_factor=1.0) == whole
+
+
+def test_table_pointer_and_folding_can_be_switched_off(tg):
+    cfg = tg.parse(["solo", "ngram_rows=0", "pointer_block=0", "fold_case=false"])
+    assert (cfg.ngram_rows, cfg.pointer_block, cfg.fold_case) == (0, 0, False)
+    assert [tg.PRESETS[name].ngram_rows for name in ("record", "solo", "tiny")] == [84_602_880, 10_575_360, 65_536]
+    assert [(tg.PRESETS[name].pointer_block, tg.PRESETS[name].val_pointer_block) for name in ("record", "tiny")] == \
+        [(2048, 8192), (128, 512)]

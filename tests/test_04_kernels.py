@@ -4,7 +4,8 @@ import pytest
 import torch
 
 KINDS = {"bitwise", "reorder", "approx"}
-COMPILED = ("loss_rows", "heads", "relu2", "smear", "key_offset", "exclude_self", "muon_momentum", "muon_apply", "adam_step")
+COMPILED = ("loss_rows", "heads", "relu2", "smear", "signed_sum", "key_offset", "exclude_self", "muon_momentum", "muon_apply",
+            "adam_step", "ngrams")
 
 
 def draws(seed):
@@ -134,10 +135,104 @@ def test_loss_rows_equal_cross_entropy(tg, n_classes):
     want = torch.nn.functional.cross_entropy(z[:, :n_classes], targets[:, 0], reduction="none")
     (gradient,) = torch.autograd.grad(want.sum(), x)
     for f, dtype in ((tg.loss_rows_ref, torch.float64), (tg.loss_rows_ref, torch.float32), (tg.loss_rows, torch.float32)):
-        nll, dlogits = f(logits.to(dtype, copy=True), targets, weights, n_classes, True)
+        nll, dlogits, _ = f(logits.to(dtype, copy=True), targets, weights, n_classes, True)
         torch.testing.assert_close(nll.double(), want.detach(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(dlogits.double(), gradient, rtol=1e-4, atol=1e-6)
         assert not dlogits[:, n_classes:].any()
-        nll, nothing = f(logits.to(dtype, copy=True), targets, weights, n_classes, False)
+        nll, nothing, _ = f(logits.to(dtype, copy=True), targets, weights, n_classes, False)
         assert nothing is None
         torch.testing.assert_close(nll.double(), want.detach(), rtol=1e-5, atol=1e-5)
+
+
+# ---- n-grams -----------------------------------------------------------------------------------------------
+
+LINE = torch.tensor([50256, 262, 3797, 3332, 261, 262, 2603, 13], dtype=torch.int32)   # "The cat sat on the mat.", folded
+
+
+def test_ngrams_are_the_published_ones(tg):
+    rows = tg.ngrams(LINE, torch.zeros(8, dtype=torch.int32), 84_602_880, 8192)
+    assert rows.dtype == torch.int64 and rows.T.tolist() == [
+        [42301439, 20144454, 13299658, 17915303, 15465955, 16606725, 12847419, 28004665],
+        [84602879, 84602879, 43894772, 66538160, 64673410, 54499366, 49718109, 79161173],
+        [0, 5162, 3737, 4395, 3623, 8061, 6247, 3498], [0, 0, 7525, 4693, 6334, 7913, 2750, 5704]]
+
+
+@pytest.mark.parametrize("half", (500_001, 42_301_440, 8))
+def test_ngrams_equal_their_definition_token_by_token(tg, half):
+    """In Python's own integers, wrapped by hand; nothing is hashed across the start of a document."""
+    tokens = torch.randint(0, 50_257, (300,), generator=torch.Generator().manual_seed(5)).int()
+    starts = [0, 1, 2, 3, 50, 100, 101, 103, 290]
+    start = torch.tensor([max(s for s in starts if s <= t) for t in range(300)], dtype=torch.int32)
+    x = tokens.tolist()
+
+    def mixed(t, factors):
+        h = 0
+        for back, factor in enumerate(factors):
+            h ^= (x[t - back] * factor) % 2**32
+        return h - 2**32 * (h >= 2**31)
+    got, wrapped = tg.ngrams(tokens, start, 2 * half, 8192), 0
+    for t in range(300):
+        two, three = t - 1 >= start[t], t - 2 >= start[t]
+        wrapped += bool(three and mixed(t, (17351, 60961, 45259)) < 0)
+        want = [mixed(t, (36313, 27191)) % (half - 1) if two else half - 1,
+                half + mixed(t, (17351, 60961, 45259)) % (half - 1) if three else 2 * half - 1,
+                mixed(t, (48271, 30011)) & 8191 if two else 0, mixed(t, (58699, 39779, 26801)) & 8191 if three else 0]
+        assert got[t].tolist() == want, t
+    assert wrapped > 50 and tg.ngrams(tokens[:0], start[:0], 2 * half, 8192).shape == (0, 4)
+
+
+# ---- rows of sparse tables ---------------------------------------------------------------------------------
+
+def dense_event(p, m2, g, beta2, rate, decay, eps):
+    """The same for all rows at once, those without a gradient too."""
+    m2 = m2 * beta2 + (1 - beta2) * g.square().mean(1)
+    u = g / (m2.sqrt() + eps)[:, None] * rate
+    return p - (u + decay * p * (u * p > 0)), m2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lazy_rows_equal_dense_ones_bit_for_bit(tg, seed):
+    """50 events with random rows, none and all among them; beta2 changes on the way, as in a run."""
+    R, D, rand = 40, 6, draws(seed)
+    pick = torch.Generator().manual_seed(seed)
+    p, m2, last = rand(R, D) * (torch.arange(R) % 2)[:, None], torch.zeros(R), torch.zeros(R, dtype=torch.int32)
+    dense, dense_m2, betas2, owed = p.clone(), m2.clone(), torch.tensor([0.95] * 20 + [0.9025] * 30), 0
+    for event in range(50):
+        touched = torch.rand(R, generator=pick) < (0.0, 0.05, 0.3, 1.0)[int(torch.randint(4, (1,), generator=pick))]
+        g, rate, decay = rand(R, D) * touched[:, None], torch.tensor(0.1 + 0.01 * event), torch.tensor(0.03)
+        ids = touched.nonzero()[:, 0]
+        tg.row_event_ref(p, m2, last, ids, g[ids], betas2=betas2[:event + 1], rate=rate, decay=decay, eps=1e-10)
+        dense, dense_m2 = dense_event(dense, dense_m2, g, betas2[event], rate, decay, 1e-10)
+        assert torch.equal(p, dense) and torch.equal(m2[ids], dense_m2[ids])
+        assert (last[ids] == event + 1).all()
+        owed += not torch.equal(m2, dense_m2)
+    assert owed > 20                                 # rows that were not touched owe decays
+
+
+def test_row_event_equals_its_reference(tg):
+    row = tg.FAST["row_event"]
+    (p, m2, last, ids, g), settings = row.example(draws(0), "small")
+    assert 0 < (last[ids] < 4).sum() < len(ids) and int(last.min()) == 0
+    plain, fast = ([x.clone() for x in (p, m2, last)] for _ in range(2))
+    row.ref(*plain, ids, g, **settings), row.fast(*fast, ids, g, **settings)
+    torch.testing.assert_close(fast, plain)
+    others = torch.ones(len(p), dtype=torch.bool).index_fill(0, ids, False)
+    for x, before in zip(plain, (p, m2, last)):
+        assert torch.equal(x[others], before[others]) and not torch.equal(x[ids], before[ids])
+
+
+def test_merged_rows_and_dense_pieces(tg):
+    """Repeated ids add up in fp32, in any order of ids; pieces of any length hold each sum where its row is."""
+    ids, parts = torch.tensor([7, 2, 7, 0, 2, 7]), draws(0)(6, 3).bfloat16()
+    once, sums = tg.merged(ids, parts, tg.add_rows_ref)
+    assert once.tolist() == [0, 2, 7] and sums.dtype == torch.float32
+    torch.testing.assert_close(sums, torch.stack([parts[ids == i].float().sum(0) for i in (0, 2, 7)]))
+    table = draws(1)(9, 3)
+    want = torch.zeros(9, 3).index_put((once,), sums)
+    for n in (1, 2, 4, 9, 100):
+        pieces = list(tg.dense_pieces((table, 2 * table), once, sums, n))
+        assert torch.equal(torch.cat([g for _, g, _ in pieces]), want)
+        assert torch.equal(torch.cat([p for p, _, _ in pieces]), table)
+        pieces[0][2].zero_()
+    none = list(tg.dense_pieces((table, table), once[:0], sums[:0], 4))
+    assert len(none) == 3 and not any(g.any() for _, g, _ in none)

@@ -155,3 +155,53 @@ def test_rms_norm_uses_the_same_epsilon_in_bf16(tg):
     x = 0.005 * rand(0, 50, 64, dtype=torch.bfloat16)
     rms = tg.rms_norm(x).float().square().mean(-1).sqrt()
     assert ((rms - 1).abs() < 0.01).all()
+
+
+@pytest.mark.parametrize("block", (3, 8, 100))
+def test_pointer_gradients_against_fp64_autograd(tg, monkeypatch, block):
+    """Closed form against central differences and against autograd through dense weights; a part of the rows at a time."""
+    monkeypatch.setattr(tg, "POINTER_ROWS", 4)
+    q, k, sink = rand(0, 19, 4).requires_grad_(), rand(1, 19, 4).requires_grad_(), rand(2, 4).requires_grad_()
+    tokens = torch.tensor([9, 1, 2, 1, 2, 9, 2, 2, 1, 3, 1, 2, 1, 3, 3, 9, 1, 1, 2])
+    start = torch.tensor([0] * 5 + [5] * 10 + [15] * 4)
+    following = tokens.roll(-1)
+    call = lambda q, k, sink: tg.pointer(q, k, sink, tokens, following, (start, block))   # noqa: E731
+    assert torch.autograd.gradcheck(call, (q, k, sink))
+    i, j = torch.arange(19)[:, None], torch.arange(19)[None]
+    seen = (j < i) & (j >= start[:, None]) & (j >= (i // block - 1) * block)
+    scores = torch.cat((q @ sink[:, None], (q @ k.T).masked_fill(~seen, -torch.inf)), 1) / 2
+    weights = scores.softmax(1)
+    dense = torch.stack(((weights[:, 1:] * (tokens[None] == following[:, None])).sum(1), weights[:, 0]), 1)
+    dy = rand(3, 19, 2)
+    torch.testing.assert_close(call(q, k, sink), dense)
+    torch.testing.assert_close(torch.autograd.grad(call(q, k, sink), (q, k, sink), dy), torch.autograd.grad(dense, (q, k, sink), dy))
+    low = tg.pointer(*(x.detach().bfloat16() for x in (q, k, sink)), tokens, following, (start, block))
+    assert low.dtype == torch.float32 and (low - dense).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("chosen", (None, (0, 2, 3, 4, 5, 6, 7, 8, 9, 10)))
+def test_mixture_loss_and_gradients_against_fp64_autograd(tg, monkeypatch, chosen):
+    """-log of the mixture for the first target, cross-entropies for the others, also where columns coincide: a target that
+    is <copy>, two equal targets; extreme gates; weights of all signs of use."""
+    monkeypatch.setitem(tg.LOSS_ROWS, "cpu", 3)
+    x, w = (2 * rand(0, 8, 5)).requires_grad_(), (2 * rand(1, 12, 5)).requires_grad_()
+    mix = rand(2, 8, 3).softmax(1)[:, :2].clone().requires_grad_()
+    classes = None if chosen is None else torch.tensor(chosen)
+    P, copy = (12, 10) if chosen is None else (10, 9)
+    targets = torch.tensor([[1, 2, 3], [4, 4, 4], [0, copy, 1], [5, 6, copy], [7, 1, 7], [2, 2, copy], [3, 0, 0], [8, 8, 1]])
+    weights = rand(3, 8, 3).abs()
+    weights[2, 0], weights[5, 1] = 0, 0
+    with torch.no_grad():
+        w[10] *= torch.linspace(1, 6, 5)                  # gates between 0 and 1
+    grad = torch.zeros_like(w)
+    loss = tg.softcap_loss(x, w.detach(), grad, targets, weights, classes=classes, n_classes=P, rows_op=tg.loss_rows_ref,
+                           mix=mix, copy=torch.tensor([copy]))
+    z = 23 * torch.sigmoid((x @ (w if classes is None else w[classes]).T + 5) / 7.5)
+    pi = z.softmax(1)
+    a, (c, s) = pi[:, copy], mix.unbind(1)
+    first = pi.gather(1, targets[:, :1])[:, 0]
+    p = first / (1 - a) * (1 - a * (1 - s)) + a * c
+    want = -(weights[:, 0] * p.log()).sum() - (weights[:, 1:] * pi.log().gather(1, targets[:, 1:])).sum()
+    torch.testing.assert_close(loss, want)
+    dx, dmix = torch.autograd.grad(-2.5 * loss, (x, mix))
+    torch.testing.assert_close((dx, grad, dmix), torch.autograd.grad(-2.5 * want, (x, w, mix)))

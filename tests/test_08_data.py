@@ -127,11 +127,13 @@ def test_validation_streams_cover_the_tokens_once(tg, tmp_path, world):
     cfg = config(tg, tmp_path, val_tokens=800, val_seq=100)
     found = {}
     for rank in range(world):
-        for i, stream in zip(range(rank, 8, world), tg.read_validation(cfg, Rank(rank, world))):
+        for i, stream in zip(range(rank, 8, world), tg.read_validation(cfg, Rank(rank, world), tg.Vocabulary(cfg.vocab_file, True))):
             found[i] = stream
     assert sorted(found) == list(range(8))
-    for i, (inputs, doc_start, targets, weights, classes) in found.items():
+    table = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", True).folded
+    for i, (inputs, doc_start, folded, targets, weights, classes) in found.items():
         want = tokens[100 * i:100 * i + 101].astype(int)
+        assert folded.tolist() == table[want[:-1]].tolist()
         assert inputs.tolist() == want[:-1].tolist() and targets[:, 0].tolist() == want[1:].tolist()
         assert (weights == 1).all() and classes is None and targets.shape == weights.shape == (100, 1)
         assert doc_start.tolist() == tg.doc_starts(want[:-1]).tolist()
@@ -169,9 +171,10 @@ def test_micro_batches_do_not_depend_on_the_world_size(tg, tmp_path):
         for rank in range(world):
             spread |= batches(tg, cfg, rank, world)[0]
         assert spread == alone
-    for (step, _), (tokens, doc_start, targets, weights, classes) in alone.items():
+    for (step, _), (tokens, doc_start, folded, targets, weights, classes) in alone.items():
         T, cap, P, future, prefix = PLAN[step]
         assert len(tokens) == T and tokens[0] == B
+        assert folded == loader.vocabulary.folded[tokens].tolist()
         assert all(tokens[s] == B for s in doc_start) and max(t - s for t, s in enumerate(doc_start)) < cap
         classes = list(range(50_304)) if classes is None else classes
         assert len(classes) == P and classes == sorted(set(classes)) and 50_257 in classes
@@ -258,7 +261,7 @@ def test_unigram_loss_equals_its_definition(tg, tmp_path):
 
 def test_vocabulary_encodes_as_the_shipped_shards_do(tg):
     """Documents of the sample, decoded and encoded again, are their own tokens; and texts of many scripts survive."""
-    vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin")
+    vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", True)
     assert len(vocabulary.bytes) == tg.VOCAB and vocabulary.bytes[262] == b" the"
     tokens = tg.open_shard(str(ROOT / "data/sample/sample_val_000000.bin"))[:6000]
     starts = np.flatnonzero(tokens == B)
@@ -274,15 +277,15 @@ def test_vocabulary_encodes_as_the_shipped_shards_do(tg):
 def test_a_changed_vocabulary_file_is_refused(tg, tmp_path):
     (tmp_path / "vocab.bin").write_bytes(b"\x01a")
     with pytest.raises(tg.Refusal, match="SHA-256"):
-        tg.Vocabulary(tmp_path / "vocab.bin")
+        tg.Vocabulary(tmp_path / "vocab.bin", True)
 
 
 # ---- targets and classes -----------------------------------------------------------------------------------
 
 def test_prefix_table_is_the_published_one(tg):
     """Against the hash in the public notes, samples by hand, and every entry against its bytes."""
-    vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin")
-    table = tg.prefix_table(vocabulary)
+    vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", True)
+    table = vocabulary.prefixes
     sha = hashlib.sha256(table.astype("<i4").tobytes()).hexdigest()
     assert sha == "36281293860d09f2307c3d2cd503f2e595e24c165fbd49b11f89cfaed71b617c"
     assert table.shape == (50_304,) and (table >= 0).sum() == 50_000 and table[50_256:].max() == -1
@@ -344,7 +347,7 @@ def test_a_prefix_that_is_no_candidate_is_dropped(tg, tmp_path):
     loader = tg.Loader(config(tg, tmp_path), Rank(0, 1), plans(tg))
     following = docs(97, 45, 3)[1:]
     targets, weights, classes = loader._targets(following, plans(tg)[0], 0)
-    prefix = loader.prefix_of[following]
+    prefix = loader.vocabulary.prefixes[following]
     inside = np.isin(prefix, classes) & (prefix >= 0)
     assert 0 < inside.sum() < len(inside)
     assert ((weights[:, -1] == 0.25) == inside).all() and (weights[~inside, -1] == 0).all()
@@ -355,3 +358,42 @@ def test_sweeps_begin_apart_and_belong_to_their_micro_batch(tg, tmp_path):
     shard(tmp_path / "train_000001.bin", docs(6000, 45, 1))
     loader = tg.Loader(config(tg, tmp_path), Rank(1, 4), plans(tg))
     assert loader.sweeps == [50_304 * m // 8 for m in range(8)]
+
+
+# ---- n-grams -----------------------------------------------------------------------------------------------
+
+LINE = np.array([50256, 464, 3797, 3332, 319, 262, 2603, 13], np.uint16)        # "The cat sat on the mat."
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    import train_gpt as tg
+    return tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", True)
+
+
+def test_folded_ids_are_the_published_ones(tg, vocabulary):
+    """32,980 classes, 17,277 changed ids, the hash of the notes; and the rule itself for samples of all scripts."""
+    table = vocabulary.folded
+    sha = hashlib.sha256(table[:50257].astype("<i4").tobytes()).hexdigest()
+    assert sha == "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2"
+    assert len(set(table[:50257].tolist())) == 32_980 and (table != np.arange(50_304)).sum() == 17_277
+    assert table.shape == (50_304,) and (table[50_256:] == np.arange(50_256, 50_304)).all() and (table <= np.arange(50_304)).all()
+    assert table[LINE].tolist() == [50256, 262, 3797, 3332, 261, 262, 2603, 13]
+    assert (table[table] == table).all()
+    for a, b in ((" The", "the"), ("\n\n", " "), ("\t", " "), ("É".lower(), "e")):
+        assert vocabulary.folded[vocabulary.ids[a.encode()]] == vocabulary.folded[vocabulary.ids[b.encode()]]
+    for alone in (b"\x0b", b"\x0c", b"\xff", b"\xef\xb8\x8f"):
+        assert table[vocabulary.ids[alone]] == vocabulary.ids[alone]
+
+
+def test_without_folding_every_token_is_itself(tg):
+    assert (tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", False).folded == np.arange(50_304)).all()
+
+
+def test_ranks_without_a_validation_stream_get_an_empty_one(tg, tmp_path):
+    """Three streams on two ranks: each takes part in two exchanges of rows."""
+    shard(tmp_path / "val_000000.bin", docs(301, 70, 0))
+    cfg = config(tg, tmp_path, val_tokens=300, val_seq=100)
+    vocabulary = tg.Vocabulary(cfg.vocab_file, True)
+    streams = [tg.read_validation(cfg, Rank(rank, 2), vocabulary) for rank in range(2)]
+    assert [[len(tokens) for tokens, *_ in mine] for mine in streams] == [[100, 100], [100, 0]]

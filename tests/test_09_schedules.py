@@ -124,3 +124,17 @@ def test_plan_at_holds_all_that_the_loader_must_know(tg):
     assert tg.plan_at(cfg, 1049) == tg.StepPlan(16_384, 3072, 50_304, (1.0,), ())
     shapes = {(p.T, p.n_classes, len(p.future), len(p.prefix)) for p in (tg.plan_at(cfg, s) for s in range(1050))}
     assert len(shapes) == 6                  # as many shapes, and graphs to come, as stages and their parts
+
+
+def test_events_of_the_tables(tg):
+    """Every second step, then every fourth, and the last one; all steps are covered once."""
+    cfg = tg.RECORD
+    events = [s for s in range(1050) if tg.event_at(cfg, s)]
+    assert events == [*range(1, 336, 2), *range(339, 1050, 4), 1049] and events[-2:] == [1047, 1049]
+    assert all(tg.event_at(cfg, s) == (1 if s < 336 else 2) for s in events)
+    tiny = [(s, tg.event_at(tg.PRESETS["tiny"], s)) for s in range(42) if tg.event_at(tg.PRESETS["tiny"], s)]
+    assert tiny == [(s, 1) for s in range(1, 12, 2)] + [(s, 2) for s in (*range(15, 42, 4), 41)]
+    for n_sched in (39, 240, 963, 978, 1122):
+        cfg = tg.parse([f"n_sched={n_sched}"])
+        steps = [s for s in range(cfg.n_steps) if tg.event_at(cfg, s)]
+        assert steps[-1] == cfg.n_steps - 1 and max(b - a for a, b in zip([-1, *steps], steps)) <= 4

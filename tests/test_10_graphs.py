@@ -15,32 +15,39 @@ def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
     model = tg.Model(cfg, torch.device("cpu"))
     opt = tg.Optimizer(tg.param_table(model, cfg), one_rank, n_micro=8, muon_lr=.02, muon_wd=1., adam_lr=.01,
                        adam_wd=.1, adam_eps=1e-10)
-    for i, x in enumerate(opt.tensors()):            # states as in the middle of a run
-        x.uniform_(generator=torch.Generator().manual_seed(i))
-    before, rng, n_adam = [x.clone() for x in opt.tensors()], torch.get_rng_state(), opt.n_adam
+    opt.events = [1, 1, 2]                           # states as in the middle of a run
+    everything = lambda: [*opt.tensors(), *sum(opt.lazy().values(), [])]   # noqa: E731
+    for i, x in enumerate(everything()):
+        x.copy_(torch.rand(x.shape, generator=torch.Generator().manual_seed(i)) * (3.9 if x.dtype == torch.int32 else 1))
+    before, rng, n_adam = [x.clone() for x in everything()], torch.get_rng_state(), opt.n_adam
     plans = {}
     for k, (stage, step) in enumerate(zip(cfg.stages, (0, *cfg.stage_ends))):
         plan = replace(tg.plan_at(cfg, step), n_classes=(500, 50_304)[k % 2])
         plans[plan] = tg.view_at(cfg, k, one_rank.device, stage.T)
     touched = []
     real = opt.step
-    opt.step = lambda *rest: (real(*rest), touched.append(not torch.equal(opt.tensors()[0], before[0])))
+    opt.step = lambda *rest, event: (real(*rest, event=event), touched.append(
+        [not torch.equal(x, y) for x, y in zip(everything(), before)]))
     told = []
     tg.warm_up(cfg, model, opt, plans, tg.view_at(cfg, 4, one_rank.device, 64, 160), tell=told.append)
-    assert touched == [True, True]
+    assert touched[0][0] and all(touched[1][-3:]) and not any(touched[0][-3:])      # the table moves with the event
     assert told == ["T 32, 500 classes", "T 64, 50,304 classes", "T 96, 500 classes", "T 80, 50,304 classes",
                     "T 32, 500 classes", "optimizer", "validation"]
-    assert all(torch.equal(x, y) for x, y in zip(opt.tensors(), before, strict=True))
-    assert torch.equal(torch.get_rng_state(), rng) and opt.n_adam == n_adam
+    assert all(torch.equal(x, y) for x, y in zip(everything(), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), rng) and opt.n_adam == n_adam and opt.events == [1, 1, 2]
+    assert not opt.near and not any(opt.arrived.values()) and not model.near
 
 
 def test_synthetic_tokens_are_legal_and_differ(tg):
     plan = tg.StepPlan(5000, 0, 50_304, (1.0, 0.5), (0.1,))
-    tokens, doc_start, targets, weights, classes = tg.synthetic(plan, torch.device("cpu"))
+    tokens, doc_start, folded, targets, weights, classes = tg.synthetic(plan, torch.device("cpu"))
     assert tokens.max() < tg.VOCAB and len(set(tokens.tolist())) == 5000 and torch.equal(tokens[1:], targets[:-1, 0])
     assert not doc_start.any() and targets.shape == weights.shape == (5000, 3) and classes is None
     *_, targets, _, classes = tg.synthetic(replace(plan, n_classes=700), torch.device("cpu"))
-    assert len(classes) == 700 and targets.max() < 700
+    assert len(classes) == 700 and targets.max() < 700 and classes[-1] == 50_257 and (classes.diff() > 0).all()
+    assert torch.equal(folded, tokens)
+    *_, classes = tg.synthetic(replace(plan, n_classes=50_260), torch.device("cpu"))
+    assert classes[-1] == 50_259 and classes[50_257] == 50_257
 
 
 @pytest.mark.parametrize("switch, names", (
@@ -87,10 +94,26 @@ def test_the_cure_for_too_little_memory_fits(tg, monkeypatch, gib):
     needed, free = (int(x.replace(",", "")) for x in
                     re.search(r"need about ([\d,]+) bytes.*free are ([\d,]+) ", text).groups())
     assert free == gib << 30 and needed > free
-    words = re.findall(r"(?:t_factor|n_micro|val_seq)=[\d.]*\d", text.split("Take ")[1])
+    words = re.findall(r"(?:t_factor|n_micro|val_seq|ngram_rows)=[\d.]*\d", text.split("Take ")[1])
     cured = tg.parse(["solo", *words])
     assert cured.t_factor * cured.n_micro == 1 or cured.t_factor == 1
-    on_gpu_with(monkeypatch, tg, gib << 30, stages=cured.stages, val_seq=cured.val_seq)[1]()
+    on_gpu_with(monkeypatch, tg, gib << 30, stages=cured.stages, val_seq=cured.val_seq, ngram_rows=cured.ngram_rows)[1]()
+
+
+@pytest.mark.parametrize("world, gib", ((1, 80), (2, 80), (4, 40), (8, 36)))
+def test_the_largest_table_that_fits_is_named(tg, monkeypatch, world, gib):
+    """130 GB of rows on `world` GPUs; the number named fits, with a little more it would not; streams keep their length."""
+    def check(**changes):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib << 30, 1 << 40))
+        tg.check_memory(replace(tg.RECORD, **changes), SimpleNamespace(rank=0, world=world, device=torch.device("cuda")))
+    assert tg.memory_needed(tg.RECORD, SimpleNamespace(rank=0, world=world))[1] == 84_602_880 // world * (768 * 2 + 4 + 4)
+    with pytest.raises(tg.Refusal, match=r"ngram_rows=84,602,880 need about .* GiB\). Take ngram_rows=\d+, the largest") as e:
+        check()
+    rows = int(re.search(r"Take ngram_rows=(\d+)", str(e.value))[1])
+    assert 0 < rows < 84_602_880 and rows % 16 == 0
+    check(ngram_rows=rows)
+    with pytest.raises(tg.Refusal):
+        check(ngram_rows=rows + 32)
 
 
 def test_weights_that_do_not_fit_have_no_cure(tg, monkeypatch):

@@ -17,8 +17,8 @@ from conftest import ROOT, SCRIPT, bare_env, command, docs, losses, read_log, ru
 N_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not N_GPUS, reason="no GPU")]
 two_gpus = pytest.mark.skipif(N_GPUS < 2, reason=f"{N_GPUS} GPU, the test needs 2")
-NAMES = ("attention", "add_rows", "loss_rows", "heads", "relu2", "smear", "key_offset", "exclude_self",
-         "muon_momentum", "muon_apply", "adam_step")
+NAMES = ("attention", "add_rows", "loss_rows", "heads", "relu2", "smear", "signed_sum", "key_offset", "exclude_self",
+         "muon_momentum", "muon_apply", "adam_step", "ngrams", "row_event")
 
 
 def rand_on(device, seed, dtype=torch.bfloat16):
@@ -26,7 +26,7 @@ def rand_on(device, seed, dtype=torch.bfloat16):
     return lambda *shape: torch.randn(shape, device=device, generator=generator).to(dtype)
 
 
-IN_PLACE = {"add_rows", "muon_momentum", "muon_apply", "adam_step"}   # they change arguments and have no gradient
+IN_PLACE = {"add_rows", "muon_momentum", "muon_apply", "adam_step", "row_event"}   # they change arguments and have no gradient
 
 
 def copied(x, wide):
@@ -41,7 +41,7 @@ def answers(name, f, args, settings, *, wide, seed, join):
     xs = [copied(x, wide and name != "muon_apply") for x in args]      # the parts of a master stay what they are
     floats = [x for x in xs if isinstance(x, torch.Tensor) and x.is_floating_point()]
     floats = floats[:1] if name == "heads" else floats                 # its tables are no inputs
-    wants_grad = name not in IN_PLACE | {"loss_rows"}
+    wants_grad = name not in IN_PLACE | {"loss_rows", "ngrams"}
     with torch.set_grad_enabled(wants_grad):
         for x in floats:
             x.requires_grad_(wants_grad)
@@ -126,16 +126,20 @@ def test_loss_rows_at_every_shape_of_the_schedule(tg, n, n_targets):
     rand = rand_on("cuda", n)
     logits, weights = 3 * rand(4096, n), rand(4096, n_targets).float().abs()
     targets = torch.randint(0, n, (4096, n_targets), device="cuda")
-    want = tg.loss_rows_ref(logits.float(), targets, weights, n, True)
-    got = tg.compiled(tg.FAST["loss_rows"])(logits, targets, weights, n, True)
-    assert [error(a.double(), b.double(), 1) < 0.01 for a, b in zip(got, want)] == [True, True]
+    mix, copy = rand(4096, 3).float().softmax(1)[:, :2], torch.tensor([n - 47], device="cuda")
+    op = tg.compiled(tg.FAST["loss_rows"])
+    for more, column in ((None, None), (mix, copy)):
+        want = tg.loss_rows_ref(logits.float(), targets, weights, n, True, more, copy=column)
+        got = op(logits, targets, weights, n, True, more, copy=column)
+        pairs = [(a.double(), b.double()) for a, b in zip(got, want) if b is not None]
+        assert len(pairs) == 2 + (more is not None) and all(error(a, b, 1) < 0.01 for a, b in pairs)
 
 
 def test_every_row_is_tested(tg):
     assert set(NAMES) == set(tg.FAST)
 
 
-@pytest.mark.parametrize("name", ("heads", "relu2", "smear", "key_offset", "exclude_self", "loss_rows"))
+@pytest.mark.parametrize("name", ("heads", "relu2", "smear", "signed_sum", "key_offset", "exclude_self", "loss_rows", "ngrams"))
 def test_one_compilation_serves_every_length(tg, name, monkeypatch):
     """T differs from stage to stage; a second compilation would fall on the clock."""
     torch._dynamo.reset()            # what other tests compiled would be used again
@@ -258,34 +262,37 @@ def test_memory_estimate_is_near_the_peak(tg, one_rank):
     """Within 25 % of what a step at the largest T takes, states and their copy included."""
     cfg = tg.PRESETS["solo"]
     comm = tg.Comm(cfg, 0, 0, 1)
-    held, training, _ = tg.memory_needed(cfg, comm)
+    held, table, training, _ = tg.memory_needed(cfg, comm)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     names, ops = tg.choose(cfg, comm.device)
     model, optimizer = tg.make(cfg, comm, comm.device, ops)
-    states = sum(x.nbytes for x in optimizer.tensors())
-    assert torch.cuda.memory_allocated() - base == pytest.approx(states, rel=0.02) and held == 2 * states
+    states = sum(x.nbytes for x in optimizer.tensors()) + table
+    assert torch.cuda.memory_allocated() - base == pytest.approx(states, rel=0.02) and held + table == 2 * states - table
     plan = tg.StepPlan(49_152, 3072, 50_304, (1.0,), ())
-    model(tg.synthetic(plan, comm.device), tg.view_at(cfg, 2, comm.device, 49_152)).backward()
+    batch = tg.synthetic(plan, comm.device)
+    model.near = optimizer.pull(model.wanted([batch]), True)
+    model(batch, tg.view_at(cfg, 2, comm.device, 49_152)).backward()
     activations = torch.cuda.max_memory_allocated() - base - states
     print(f"estimate {training:,}, measured {activations:,}, ratio {training / activations:.3f}")
     assert 0.95 < training / activations < 1.25
 
 
 def test_warm_up_leaves_everything_bit_equal(tg):
-    cfg = tg.parse(["solo", "t_factor=0.0625", "val_tokens=8192", "val_seq=8192"])
+    cfg = tg.parse(["solo", "t_factor=0.0625", "val_tokens=8192", "val_seq=8192", "ngram_rows=1048576"])
     comm = tg.Comm(cfg, 0, 0, 1)
     model, optimizer = tg.make(cfg, comm, comm.device, tg.choose(cfg, comm.device)[1])
-    for x in optimizer.tensors():
+    everything = [*optimizer.tensors(), *sum(optimizer.lazy().values(), [])]
+    for x in everything:
         if x.is_floating_point():
             x.data.add_(torch.randn_like(x, dtype=torch.float32).to(x.dtype), alpha=0.01)
-    before, states = [x.clone() for x in optimizer.tensors()], (torch.get_rng_state(), torch.cuda.get_rng_state())
+    before, states = [x.clone() for x in everything], (torch.get_rng_state(), torch.cuda.get_rng_state())
     plans = {tg.plan_at(cfg, step): tg.view_at(cfg, k, comm.device, cfg.stages[k].T)
              for k, step in enumerate((0, *cfg.stage_ends[:-1]))}
     told = []
     tg.warm_up(cfg, model, optimizer, plans, tg.view_at(cfg, 4, comm.device, 8192, 2560), tell=told.append)
-    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.tensors())) and optimizer.n_adam == 0 and told
+    assert all(torch.equal(a, b) for a, b in zip(before, everything)) and optimizer.n_adam == 0 and told
     assert torch.equal(states[0], torch.get_rng_state()) and torch.equal(states[1], torch.cuda.get_rng_state())
 
 

@@ -177,8 +177,8 @@ def test_validation_file_just_long_enough(folder, tg, one_rank):
     """val_tokens + 1 tokens are enough for val_tokens targets, the last of which is the file's last token."""
     tokens = docs(4097, 100, seed=9)
     shard(folder / "val.bin", tokens)
-    streams = tg.read_validation(tg.parse(words(folder)), one_rank)
-    assert np.array_equal(torch.cat([targets[:, 0] for _, _, targets, _, _ in streams]), tokens[1:])
+    streams = tg.read_validation(tg.parse(words(folder)), one_rank, tg.Vocabulary("data/gpt2_vocab.bin", True))
+    assert np.array_equal(torch.cat([targets[:, 0] for _, _, _, targets, _, _ in streams]), tokens[1:])
     complete(folder)
 
 
@@ -268,4 +268,4 @@ def test_saved_weights(folder, tg):
     fresh = {name: p.clone() for name, p in model.state_dict().items()}
     model.load_state_dict(saved["weights"])
     assert all(p.isfinite().all() for p in model.state_dict().values())
-    assert not any(torch.equal(p, fresh[name]) for name, p in model.state_dict().items())
+    assert [name for name, p in model.state_dict().items() if torch.equal(p, fresh[name])] == ["signs"]   # the seed's
