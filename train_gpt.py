@@ -12,7 +12,7 @@ Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each 
     1  Config        250   every setting of a run, the presets, the command line
     2  Host          495   ranks and collectives, the log, the clock, how all ranks stop when one fails
     3  Numbers        45   number formats; the registry of fast replacements
-    4  Kernels       870   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
+    4  Kernels       880   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
     5  Ops            20   names for what the model uses of section 4
     6  Model         430   the layer table, the weights, the forward pass, the optimizer's parameter table
     7  Optimizers     95   Muon and Adam over all tensors, and how their work is spread over the ranks
@@ -853,7 +853,7 @@ class Fast:
     tol: float = BF16_TOL
 
 
-FAST = {}                    # one row per replacement, beside what it replaces: sections 4, 5 and 7
+FAST = {}                    # one row per replacement, beside what it replaces in section 4
 
 
 def references():
@@ -861,7 +861,7 @@ def references():
     return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
 
 
-# ======== 4. Kernels ============================================================ budget 870 ====
+# ======== 4. Kernels ============================================================ budget 880 ====
 # Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
 # the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
 # tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
@@ -1377,13 +1377,13 @@ def muon_apply(p, lo, u, lr, wd):
 def adam_step(p, g, m, m2, rate, decay, *, betas, eps, share):
     """One Adam step with the gradient share g; p, m and m2 change in place.
 
-    m, m2: fp32, p, g: any dtype, rate, decay: fp32 (). rate holds the bias correction, see Optimizer; as in
-    [4], eps is added before it, and the decay is wd * lr * lr, cautious [6].
+    m, m2: fp32, p, g: any dtype, rate, decay: fp32 (), betas: two numbers or fp32 (). rate holds the bias
+    correction, see Adam.rates; as in [4], eps is added before it. The decay is wd * lr * lr, cautious [6].
     """
     beta1, beta2 = betas
     g = g.float() * share
     m.lerp_(g, 1 - beta1)
-    m2.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    m2.lerp_(g.square(), 1 - beta2)
     u = m / m2.sqrt().add_(eps)
     agrees = u * p > 0
     p.sub_(u.mul_(rate).add_((p * agrees).mul_(decay)))
@@ -1490,7 +1490,7 @@ def merged(ids, parts, add):
     """(ids, sums): each id once, ascending, with the fp32 sum of its parts (n, D), taken in their order."""
     ids, place = ids.unique(return_inverse=True)
     sums = parts.new_zeros(len(ids), parts.shape[1], dtype=torch.promote_types(parts.dtype, torch.float32))
-    add(sums, place, parts)
+    add(sums, place, parts.type_as(sums))
     return ids, sums
 
 
@@ -1628,11 +1628,14 @@ class Adam:
         ids, g = merged(torch.cat(ids), torch.cat(parts), self.ops.add_rows)
         betas2 = torch.tensor([row.betas[1] ** k for k in events], device=ids.device)
         row = replace(row, betas=[beta ** events[-1] for beta in row.betas], wd_mul=row.wd_mul * events[-1])
+        rate, decay = self.rates(row, lr, len(events))
         if row.kind == "shared":
+            # Trap: as tensors, since the decays of a later event would compile anew.
+            betas = [torch.full((), beta, device=ids.device) for beta in row.betas]
             for some in dense_pieces(whole, ids, g, TABLE_ROWS[ids.device.type]):
-                self.dense(row, some, lr, len(events), self.ops.adam_step)
+                self.ops.adam_step(*some, rate, decay, betas=betas, eps=self.eps, share=self.share)
             return
-        n, (rate, decay) = EVENT_ROWS[ids.device.type], self.rates(row, lr, len(events))
+        n = EVENT_ROWS[ids.device.type]
         for some, rows in zip(ids.split(n), (g * self.share).split(n)):
             self.ops.row_event(*whole, some, rows, betas2=betas2, rate=rate, decay=decay, eps=self.eps)
 
@@ -1963,8 +1966,9 @@ class Model(nn.Module):
         plane = VOCAB_PADDED * torch.arange(len(VALUES), device=tokens.device)[:, None]
         ids = {"w_value": (plane + tokens.unique()).flatten()}
         if self.ngram_rows:
-            grams = [self.grams(folded, start) for _, start, folded, *_ in batches]
-            ids["w_gram"] = torch.cat(grams)[:, :2].unique()
+            # Trap: not of empty streams, for which functions would be compiled on the clock.
+            grams = [self.grams(folded, start)[:, :2] for _, start, folded, *_ in batches if len(start)]
+            ids["w_gram"] = torch.cat([tokens.new_zeros(0, 2).long(), *grams]).unique()
         return ids
 
     def grams(self, folded, doc_start):
@@ -2012,8 +2016,8 @@ class Model(nn.Module):
 
     def pointer_parts(self, x):
         """Query and key of every token, normed, and the sink's key: (T, E), (T, E), (E,)."""
-        q, k = (rms_norm(F.linear(x, w)) for w in self.w_pointer.type_as(x))
-        return self.mix_pointer.type_as(x) * q, k, self.w_sink
+        q, k = (rms_norm(F.linear(x, w).type_as(self.w_sink)) for w in self.w_pointer.type_as(x))
+        return (self.mix_pointer * q).type_as(x), k.type_as(x), self.w_sink
 
     def hidden(self, w1, x):
         """The hidden units of a network behind gates or coefficients: (T, 64)."""
@@ -2176,8 +2180,8 @@ def param_table(model, cfg):
 # (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
 # (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
 # (3) A rank updates only its own slice of a bank or table, then sends it to all; small parameters live in
-#     one flat vector that every rank updates alike. So all ranks hold equal weights after every step.
-# (4) Weights, gradients and states stay at their addresses for the whole run.
+#     one flat vector that every rank updates alike. So all ranks hold equal weights of these after a step.
+# (4) These, their gradients and all states stay at their addresses for the whole run.
 # (5) A zero gradient gives a zero update; decay remains.
 # (6) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before the step, their
 #     gradients go to the owners after it, who keep them until the next event of the tables.
@@ -2797,7 +2801,7 @@ def n_classes_at(cfg, step):
 
 def event_at(cfg, step):
     """0, or for how many pairs of steps the sparse tables are updated after a step: 1, later 2. The last step
-    of all updates them in any case, so that no gradient is lost."""
+    of all updates them in any case, as if for 2, so that no gradient is lost."""
     switch = EVENT_SWITCH * min(1.0, cfg.n_steps / REFERENCE_STEPS)
     if step < EVENT_EVERY * round(switch / EVENT_EVERY):
         return step % 2
@@ -2996,7 +3000,7 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.
 # (2) The host never waits for the device within a stage, but for the ring (a step's loss is read when it is
-#     there, at most 16 steps later), the bounds of documents (4.1) and the numbers of rows to bring (4.8).
+#     there, at most 16 steps later), the bounds of documents (4.1) and the rows of tables (6, 4.8, 4.9).
 # (3) Every decision to stop is made from numbers that all ranks share, or by the Guard.
 
 RING = 8                     # entries of two steps each whose loss may be under way
@@ -3257,7 +3261,6 @@ def footer(run, val_loss):
                      f"{degrees:3.0f} C", often=True)
     ms = np.diff([0.0, *run.seconds]) * MS
     by_stage = [ms[start:end] for start, end in zip((0, *cfg.stage_ends), cfg.stage_ends)]
-    on_gpu = comm.device.type == "cuda"
     for text in (
         "---",
         f"val_loss: {val_loss:.6f}",
@@ -3273,7 +3276,7 @@ def footer(run, val_loss):
         f"tokens_per_s: {tokens_until(cfg, cfg.n_run) / train_s:.0f}",
         f"cold_start_s: {f'{run.cold_start_s:.1f}' if run.cold_start_s else 'n/a, not the first run'}",
         f"compiled_on_clock: {n_new}",
-        f"peak_gpu_mib: {torch.cuda.max_memory_allocated() // MIB if on_gpu else 'n/a'}",
+        f"peak_gpu_mib: {torch.cuda.max_memory_allocated() // MIB if comm.device.type == 'cuda' else 'n/a'}",
         *telemetry_lines(run.telemetry.samples),
     ):
         run.log.line(text)
@@ -3355,9 +3358,9 @@ def main(argv=None):
         val_loss = train(run)
         guard.step(cfg.start_limit_s)    # nothing is timed any more, and a slow disk is no failure
         comm.set_limit(cfg.start_limit_s)
+        footer(run, val_loss)
         if cfg.save:
             save_weights(run)
-        footer(run, val_loss)
         comm.meet()
         log.end("ok")
     telemetry.end()

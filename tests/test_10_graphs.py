@@ -38,6 +38,33 @@ def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
     assert not opt.near and not any(opt.arrived.values()) and not model.near
 
 
+def test_warm_up_compiles_all_that_the_run_will_need(tg, one_rank):
+    """Events of the sparse tables, of one pair of steps and later of two, and an empty validation stream."""
+    cfg = replace(tg.PRESETS["tiny"], d_model=48, d_head=8, d_mlp=40, val_seq=64)
+    cfg = replace(cfg, stages=tuple(replace(stage, T=stage.T // 8) for stage in cfg.stages))
+    ops = tg.references()
+    for name in ("adam_step", "ngrams"):
+        setattr(ops, name, tg.compiled(tg.FAST[name], backend="aot_eager"))
+    model = tg.Model(cfg, torch.device("cpu"), ops)
+    opt = tg.Optimizer(tg.param_table(model, cfg), one_rank, n_micro=8, muon_lr=.02, muon_wd=1., adam_lr=.01,
+                       adam_wd=.1, adam_eps=1e-10, ops=ops)
+    plan = replace(tg.plan_at(cfg, 0), n_classes=500)
+    view = tg.view_at(cfg, 0, one_rank.device, plan.T)
+    before = tg.n_compiled()
+    tg.warm_up(cfg, model, opt, {plan: view}, tg.view_at(cfg, 4, one_rank.device, 64, 160), tell=lambda text: None)
+    warmed = tg.n_compiled()
+    assert warmed > before
+    for step, event in ((0, 0), (1, 1), (2, 0), (3, 2), (4, 0), (5, 2)):
+        batch = tg.synthetic(plan, one_rank.device)
+        model.near = opt.pull(model.wanted([batch]), True)
+        model(batch, view).backward()
+        opt.step(step, 1.0, 0.9, event=event)
+    assert opt.events == [1, 2, 2]
+    empty = [x[:0] for x in tg.synthetic(plan, one_rank.device)[:3]]
+    assert len(model.wanted([empty])["w_gram"]) == 0 and model.wanted([empty])["w_gram"].dtype == torch.int64
+    assert tg.n_compiled() == warmed
+
+
 def test_synthetic_tokens_are_legal_and_differ(tg):
     plan = tg.StepPlan(5000, 0, 50_304, (1.0, 0.5), (0.1,))
     tokens, doc_start, folded, targets, weights, classes = tg.synthetic(plan, torch.device("cpu"))
