@@ -1,8 +1,8 @@
 """train_gpt.py: trains a GPT-2-scale language model, as fast as the hardware allows, in one readable file.
 
 Measured with this file: preset tiny (42 steps, 180,224 tokens of English) reaches validation loss 6.55 in
-45 s on two CPU cores; the frequencies of the tokens alone give 7.23. What was measured on GPUs, and with which
-state of the script, stands in records/.
+45 s on two CPU cores; the frequencies of the tokens alone give 7.23. What was measured on GPUs, and with
+which state of the script, stands in records/.
 
     torchrun --nproc_per_node=8 train_gpt.py              the record preset on 8 GPUs (1, 2, 4 or 8 work)
     python train_gpt.py tiny                              a toy run on a CPU, less than two minutes
