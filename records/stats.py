@@ -95,13 +95,15 @@ def verdict_lines(name, verdict):
             "refused": "NOT CERTIFIED: refused"}[verdict.status]
     lines = [f"{name}: {said}"] + [f"  {reason}" for reason in verdict.reasons]
     for arm, what in verdict.numbers.get("arms", {}).items():
-        lines.append(f"  arm {arm}: {what['loss']['n']} runs, loss {what['loss']['mean']:.6f} "
-                     f"(sd {pages.sd(what['loss']['sd'], 6)}), {what['time']['mean']:.3f} s (sd {pages.sd(what['time']['sd'], 3)})")
-    n = verdict.numbers
+        loss, seconds = what["loss"], what["time"]
+        lines.append(f"  arm {arm}: {loss['n']} runs, loss {loss['mean']:.6f} (sd {pages.sd(loss['sd'], 6)}), "
+                     f"{seconds['mean']:.3f} s (sd {pages.sd(seconds['sd'], 3)})")
+    n = verdict.numbers.get("tests", {}).get("loss", verdict.numbers)
     if n.get("mean") is not None:
-        lines.append(f"  n = {n['n']}, mean {n['mean']:.6f}, sd {pages.sd(n['sd'], 6)}, p = {n.get('p', float('nan')):.4g}, "
-                     f"{n['margin']:+.6f} below the target")
-        lines.append(f"  for comparison, the public rule with a fixed deviation: {n['fixed_sd']:.4f}, wants {n['fixed_sd_wanted']}")
+        lines.append(f"  loss: n = {n['n']}, mean {n['mean']:.6f}, sd {pages.sd(n['sd'], 6)}, p = "
+                     f"{n.get('p', float('nan')):.4g}, {n['margin']:+.6f} below the target")
+        lines.append(f"  for comparison, the public rule with a fixed deviation: {n['fixed_sd']:.4f}, wants "
+                     f"{n['fixed_sd_wanted']}")
     lines += [f"  does not count: {path}: {why}" for path, why in verdict.excluded]
     return lines + [f"  to know: {warning}" for warning in verdict.warnings]
 

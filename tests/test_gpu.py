@@ -325,6 +325,34 @@ def test_loss_that_is_not_finite_ends_the_run(tmp_path):
 
 # ---- two GPUs: NCCL ----------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("D, n_rows", [(768, 10_575_360)])
+def test_rows_beyond_2_to_the_31_entries_are_those_that_were_meant(tg, D, n_rows):
+    """The table of `solo`: rows on both sides of the entry that 32 bits cannot count are brought and updated."""
+    assert n_rows * D > 2**32
+    check_rows(tg, torch.device("cuda"), D, n_rows, [0, 2**31 // D - 1, 2**31 // D + 1, n_rows - 1])
+
+
+def check_rows(tg, device, D, n_rows, ids):
+    """Rows brought from a table and updated by an event are those of a table that holds nothing else."""
+    comm, ids = tg.Comm(tg.PRESETS["solo"], 0, 0, 1), torch.tensor(ids, device=device)
+    draw = rand_on(device, 0)
+    table, m2 = torch.zeros(n_rows, D, dtype=torch.bfloat16, device=device), torch.zeros(n_rows, device=device)
+    last, few, g = torch.zeros(n_rows, dtype=torch.int32, device=device), draw(len(ids), D), draw(len(ids), D).float()
+    for i, values in zip(ids.tolist(), few):
+        table[i].copy_(values)
+    assert torch.equal(tg.Rows(ids, table, 1, comm.all_to_all, False).values, few)
+    own = [few.clone(), torch.zeros(len(ids), device=device), torch.zeros(len(ids), dtype=torch.int32, device=device)]
+    how = {"betas2": torch.tensor([0.95, 0.9025], device=device), "rate": torch.tensor(0.1, device=device),
+           "decay": torch.tensor(0.01, device=device), "eps": 1e-10}
+    for f in (tg.row_event, tg.row_event_ref):
+        f(table, m2, last, ids, g, **how)
+        f(*own, torch.arange(len(ids), device=device), g, **how)
+        for i, *mine in zip(ids.tolist(), *own):
+            for x, here in zip((table, m2, last), mine, strict=True):
+                assert torch.equal(x[i], here)
+        assert int((last != 0).sum()) == len(ids) and not torch.equal(own[0], few)
+
+
 @two_gpus
 def test_two_ranks_equal_one(tmp_path):
     """The same micro-batches on two ranks and on one; clocks of the ranks within 2 ms."""

@@ -411,6 +411,7 @@ def test_a_plan_that_was_committed_is_certified_without_a_word(fake):
     assert "no commit" not in stats(fake, "run", "p")
     said = stats(fake, "certify", "p")
     assert "p: CERTIFIED" in said and "to know" not in said
+    assert re.search(r"loss: n = 4, mean 3\.0\d+, sd 0\.00\d+, p = \S+, \+0\.0\d+ below the target", said)
     event = next(e for e in journal_of(fake, "p") if e["event"] == "end")
     assert event["gpu_sm_mhz"].startswith("mean 1900") and event["gpu_power_w"] == "mean 1" and event["gpu_temp_c"] == "mean 2"
     assert all(e["caches"] == "warm" for e in journal_of(fake, "p") if e["event"] == "start")
