@@ -6,16 +6,11 @@ a folder of logs cannot show that nothing was left out, and its verdict says so.
 """
 
 import datetime
+import functools
 import math
 import statistics
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
-
-try:
-    import numpy as np
-    from scipy import stats
-except ImportError as e:
-    raise SystemExit(f"{e}. Install what records/ needs: python -m pip install -r records/requirements.txt") from None
 
 ALPHA = 0.01          # of the loss: the public rule is p < 0.01
 CONFIDENCE = 0.95     # of intervals
@@ -46,6 +41,16 @@ class Verdict:
 
     def as_dict(self):
         return asdict(self) | {"certified": self.certified}
+
+
+@functools.cache
+def scipy_stats():
+    """scipy.stats, whose import takes a second that most commands need not pay."""
+    try:
+        from scipy import stats
+    except ImportError as e:
+        raise SystemExit(f"{e}. Install what records/ needs: python -m pip install -r records/requirements.txt") from None
+    return stats
 
 
 def refused(*reasons, **more):
@@ -83,7 +88,7 @@ def loss_test(losses, target, alpha=ALPHA):
     if len(losses) > 1 and flat(losses):
         reasons.append("no spread: all losses are equal, so these are no independent runs")
     elif len(losses) > 1:
-        test = stats.ttest_1samp(losses, target, alternative="less")
+        test = scipy_stats().ttest_1samp(losses, target, alternative="less")
         numbers |= {"t": float(test.statistic), "p": float(test.pvalue)}
     if reasons:
         return refused(*reasons, numbers=numbers)
@@ -114,10 +119,10 @@ def time_test(new, base, confidence=CONFIDENCE):
         return refused(f"too few pairs: {len(differences)}, at least {LEAST} are needed", numbers=numbers)
     if flat(differences):
         return refused("no spread: all pairs differ by the same time", numbers=numbers)
-    low, high = map(float, stats.t.interval(confidence, len(differences) - 1, loc=np.mean(differences),
-                                            scale=stats.sem(differences)))
+    low, high = map(float, scipy_stats().t.interval(confidence, len(differences) - 1, loc=numbers["mean"],
+                                                    scale=numbers["sd"] / math.sqrt(len(differences))))
     numbers |= {"low": low, "high": high, "percent": 100 * numbers["mean"] / statistics.fmean(base),
-                "p": float(stats.ttest_1samp(differences, 0, alternative="less").pvalue)}
+                "p": float(scipy_stats().ttest_1samp(differences, 0, alternative="less").pvalue)}
     said = (f"{numbers['mean']:+.3f} s ({numbers['percent']:+.2f} %) in {len(differences)} pairs, "
             f"{100 * confidence:g} % interval {low:+.3f} to {high:+.3f} s")
     return Verdict("pass" if high < 0 else "fail", [f"{said}, {'below' if high < 0 else 'not below'} 0"], numbers=numbers)
@@ -137,7 +142,7 @@ def welch(a, b, confidence=CONFIDENCE):
     """Difference of means a - b of independent samples, its interval and two-sided p; None where undefined."""
     if min(len(a), len(b)) < 2 or flat([*a, *b]):
         return None
-    test = stats.ttest_ind(a, b, equal_var=False)
+    test = scipy_stats().ttest_ind(a, b, equal_var=False)
     low, high = test.confidence_interval(confidence)
     return {"difference": statistics.fmean(a) - statistics.fmean(b), "low": float(low), "high": float(high),
             "p": float(test.pvalue)}
@@ -145,7 +150,7 @@ def welch(a, b, confidence=CONFIDENCE):
 
 def power(n, mean, sd, target, alpha=ALPHA):
     """Chance that n runs of this true mean and deviation pass the loss test (noncentral t)."""
-    return float(stats.nct.cdf(stats.t.ppf(alpha, n - 1), n - 1, (mean - target) / sd * math.sqrt(n)))
+    return float(scipy_stats().nct.cdf(scipy_stats().t.ppf(alpha, n - 1), n - 1, (mean - target) / sd * math.sqrt(n)))
 
 
 def runs_needed(mean, sd, target, wanted, alpha=ALPHA):

@@ -380,7 +380,7 @@ def test_initial_values_of_gates_and_coefficients(tg):
     assert torch.allclose(0.1 * model.coef_remix_bias, torch.tensor(
         [0, 0, 0, 0, 0, 0, 2, 2, root, 1, 0, 0.05, root, 1]))
     assert torch.allclose(0.1 * model.coef_final_bias, torch.tensor([0, -0.5] + 8 * [0.0]))
-    assert torch.allclose(model.mix_stream, torch.tensor(root)) and float(model.mix_skip) == -1.5
+    assert torch.allclose(model.mix_stream, torch.tensor(root)) and model.mix_skip.item() == -1.5
     assert (model.mix_v == 0.5).all() and (model.mix_o == 1).all() and float(model.mix_smear) == 0
     assert (model.mix_attn == 1).all() and (model.mix_mlp == 1).all() and not model.gate_value.any()
 
