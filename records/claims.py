@@ -22,7 +22,8 @@ FIXED_MARGIN = 0.004  # public rule of the step-count track: (target - mean) sqr
 # level for each. Whoever redoes, of n <= 30 runs, the one or two that serve best, all outcomes known, passes at the
 # true mean on 1.1 % of the plans (simulated, 2026-11).
 MOST_RESTARTS, PRICE = 2, 5
-LONGEST_GAP_S = 3600  # between two runs of a round; a longer one is mentioned
+HOUR_S = 3600
+LONGEST_GAP_S = HOUR_S   # between two runs of a round; a longer one is mentioned
 CLOCK_SHARE = 0.02    # by so much may the mean SM clocks of the arms differ unmentioned
 
 
@@ -347,7 +348,7 @@ def remarks(plan, events, arms):
         if e["event"] == "start":
             i = plan["order"][e["slot"]][0]
             if i == last and (gap := (at - ended.get(last, at)).total_seconds()) > LONGEST_GAP_S:
-                said.append(f"{gap / LONGEST_GAP_S:.1f} hours lie between two runs of round {i + 1}")
+                said.append(f"{gap / HOUR_S:.1f} hours lie between two runs of round {i + 1}")
             last = i
         elif e["event"] == "end":
             ended[last] = at

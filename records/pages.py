@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import claims
 import logs
 import plans
-from plans import ROOT, Broken
+from plans import ROOT, Broken, git
 
 HERE = Path(__file__).resolve().parent
 FOLDER = re.compile(r"(\d{3})_(\d{4}-\d\d-\d\d)_([a-z0-9-]+)")
@@ -297,14 +296,6 @@ def against_sums(folder):
     found += [f"{folder.name}/{path}: not the file that was frozen (its SHA-256 is not the one in {SUMS})"
               for path in have if path in wanted and have[path] != wanted[path]]
     return found + [f"{folder.name}/{path}: not listed in {SUMS}" for path in have if path not in wanted]
-
-
-def git(*words):
-    """What git prints, or None where it fails."""
-    try:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def against_git(folder):

@@ -8,6 +8,7 @@ was interrupted.
 
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import fcntl
 import hashlib
@@ -46,6 +47,14 @@ class Broken(Exception):
 
 def now():
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def git(*words):
+    """What git prints in the repository's folder, or None where it fails."""
+    try:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def sha256(path):
@@ -262,7 +271,7 @@ def load(folder):
 def runs_in(folder):
     """All logs below an attempt or a record as Runs, with paths relative to it."""
     here = os.path.dirname(os.path.abspath(folder))
-    return [logs.dataclasses.replace(logs.read(path), path=os.path.relpath(path, here)) for path in logs.logs_in(folder)]
+    return [dataclasses.replace(logs.read(path), path=os.path.relpath(path, here)) for path in logs.logs_in(folder)]
 
 
 def judge(folder):
@@ -276,13 +285,9 @@ def judge(folder):
 
 def commit_of(path):
     """The commit that is checked out, if it holds the file as it is now; else None."""
-    def git(*words):
-        return subprocess.run(["git", "-C", str(path.parent), *words], capture_output=True, text=True, check=True).stdout.strip()
-    try:
-        same = git("rev-parse", f"HEAD:./{path.name}") == git("hash-object", "--", path.name)
-        return git("rev-parse", "HEAD") if same else None
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    name = path.relative_to(ROOT).as_posix()
+    held = git("rev-parse", f"HEAD:./{name}")
+    return git("rev-parse", "HEAD").strip() if held is not None and held == git("hash-object", "--", name) else None
 
 
 @contextlib.contextmanager
