@@ -15,7 +15,7 @@ Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each 
     4  Kernels       880   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
     5  Ops            20   names for what the model uses of section 4
     6  Model         430   the layer table, the weights, the forward pass, the optimizer's parameter table
-    7  Optimizers     95   Muon and Adam over all tensors, and how their work is spread over the ranks
+    7  Optimizers     95   ANVIL and Adam over all tensors, and how their work is spread over the ranks
     8  Data          490   token shards: reading, checking, packing documents; targets; the worker thread
     9  Schedules     100   stages, rates, windows, classes and targets as pure functions of the step
     10 Graphs        150   what is done once before the clock starts: compiling, memory, warm-up
@@ -34,7 +34,7 @@ Documents are told apart by doc_start, int32 (T,): where in the stream the token
 
 Sources, cited as [n]:
     [1] Muon: K. Jordan et al., kellerjordan.github.io/posts/muon, 2024
-    [2] Polar Express: N. Amsel, D. Persson, C. Musco, R. Gower, arXiv 2505.16932, 2025
+    [2] ANVIL: KellerJordan/modded-nanogpt pull requests 349 and 360
     [3] YaRN: B. Peng, J. Quesnelle, H. Fan, E. Shippole, arXiv 2309.00071, 2023
     [4] KellerJordan/modded-nanogpt, records 89 and 92: network, losses, stages, rates, windows
     [5] Adam: D. Kingma, J. Ba, arXiv 1412.6980, 2014
@@ -123,6 +123,19 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """What the optimizer must know of a step; see 9 for the schedules behind it."""
+    lr: float            # factor on every learning rate
+    mu: float            # share of the momentum, not the gradient, in what ANVIL takes as direction
+    beta: float          # decay of its fast rail
+    blend: float         # weight of the fast rail; the rest is the slow one's
+    event: int = 0       # 0, or for how many pairs of steps the sparse tables are updated now
+    tied: bool = False   # head and embedding are one matrix
+    parts: bool = False  # from the next step on they are two
+    ticks: tuple = ()    # rate of each of AVERAGES, 0: none now
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a run; the defaults are the record."""
     # the run
@@ -172,6 +185,7 @@ class Config:
     mu_high: float = 0.93
     mu_rise: int = 240           # steps from mu_low to mu_high at n_steps = 1050
     mu_fall: int = 50            # steps back to mu_low at the end, likewise
+    slow_from: int = 514         # step from which ANVIL's slow rail has a part, likewise
     stages: tuple = (
         #     T      max_doc  short   long    lr
         Stage(16_384,    896,   128,   384, 1.0),
@@ -181,8 +195,8 @@ class Config:
         Stage(16_384,   3072,   768,  1664, 1.0),      # the extension runs at lr_floor
     )
     # optimizers
-    muon_lr: float = 0.023
-    muon_wd: float = 1.2         # decay is wd * lr * lr: it falls with the square of the schedule
+    anvil_lr: float = 0.023
+    anvil_wd: float = 2.25       # decay is wd * lr * lr: it falls with the square of the schedule
     adam_lr: float = 0.008
     adam_wd: float = 0.005       # likewise, times the row's own factor
     adam_eps: float = 1e-10
@@ -204,6 +218,11 @@ class Config:
     def n_steps(self):
         """Steps of the whole schedule."""
         return self.stage_ends[-1]
+
+    @property
+    def shrink(self):
+        """What step numbers and spans that are stated for n_steps = 1050 are multiplied by."""
+        return min(1.0, self.n_steps / REFERENCE_STEPS)
 
     @property
     def n_run(self):
@@ -869,7 +888,7 @@ def references():
 EXAMPLE_T = {"small": 192, "record": 49_152}
 EXAMPLE_H, EXAMPLE_E, EXAMPLE_F, EXAMPLE_V = 6, 128, 2816, 50_304   # widths of the record
 EXAMPLE_CUT = 2.5            # a normal number above this begins a document: one in 161 tokens
-EXAMPLE_QKV = 3
+EXAMPLE_QKV, EXAMPLE_EVENTS = 3, 5
 EXAMPLE_PART = 64            # windows are T over this; so many rows of one id; so many rows of a matrix
 
 
@@ -1310,14 +1329,19 @@ FAST["exclude_self"] = Fast("reorder", exclude_self, exclude_self, _exclude_self
 # bf16 weight itself and the 16 bits that it lacks, so nothing is stored twice. The weight is the rounded
 # master: a truncated one is biased towards zero.
 
-POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 rounds
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+CASCADE = (                  # (a, b, c) of each map, from [2]
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
 )
-POLAR_MARGIN, POLAR_FLOOR = 1.02, 1e-6
+CASCADE_MARGIN = 1.05
+CASCADE_SINGLE = 0.99        # (sum s^4)^(1/4) / (sum s^2)^(1/2) from which the margin grows
+CASCADE_FLOOR = 1e-30        # of the largest entry
+SLOW_BETA, LANE_BETA = 0.98, 0.9
+LANE_FLOOR = 1e-10           # of a lane's energy, and of a norm
 HALF_ULP = 1 << 15           # half of bf16's last place, in the bits of an fp32
 LOW_BITS = 16
 
@@ -1335,41 +1359,71 @@ def join_master(hi, lo):
     return bits.view(torch.float32)
 
 
-def polar(g):
-    """About U V.T where U S V.T = g: the semi-orthogonal matrix next to g, for each of (N, R, C).
+def by_longer(x):
+    """The axis over which a lane of (N, R, C) extends: lanes are rows where there are as many as columns."""
+    return 2 if x.shape[1] >= x.shape[2] else 1
 
-    Each round maps a singular value s to s (a + b s^2 + c s^4) [2]; five of them take [0.003, 1] to
-    [0.86, 1.14]. The matrix is multiplied from its shorter side.
+
+def anvil_momentum(g, fast, slow, beta, blend, mu, share, dtype):
+    """The direction that ANVIL orthogonalises [2], in dtype; both rails, averages of g share, change in place.
+
+    math     U = (1 - mu) g + mu (blend fast + (1 - blend) slow)
+    shapes   g: (N, R, C), fast, slow: fp32 of that shape, beta, blend, mu: fp32 (), share: a number
     """
-    wide = torch.promote_types(g.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True, dtype=wide)
-    x = g / (norm * POLAR_MARGIN + POLAR_FLOOR).type_as(g)
-    wide = x.size(1) <= x.size(2)
-    for a, b, c in POLAR_STEPS:
-        gram = x @ x.mT if wide else x.mT @ x
+    g = g.float() * share
+    fast.lerp_(g, 1 - beta)
+    slow.lerp_(g, 1 - SLOW_BETA)
+    return g.lerp(slow.lerp(fast, blend), mu).to(dtype)
+
+
+def cascade(g):
+    """About U V.T where U S V.T = g, for each of (N, R, C): six maps s to s (a + b s^2 + c s^4) of its singular
+    values s [2], which take [0.003, 1 / 1.05] of their root sum of squares to [0.995, 1.0004].
+
+    Above 1.00006 / 1.05 they diverge, and rounding in bf16 takes a matrix of nearly rank 1 there. The first Gram
+    matrix tells: sum s^4 / (sum s^2)^2 is near 1, and the margin grows. Products are from the shorter side.
+    """
+    wide, tall = torch.promote_types(g.dtype, torch.float32), g.shape[1] > g.shape[2]
+
+    def gram_of(x):
+        return x.mT @ x if tall else x @ x.mT
+    most = g.abs().amax((1, 2), keepdim=True).to(wide).clamp(min=CASCADE_FLOOR)
+    x = g / most.log2().floor().exp2().type_as(g)      # a power of two: exact, and no square is out of range
+    gram = gram_of(x)
+    square = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=wide)[:, None, None]
+    fourth = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True, dtype=wide)
+    single = (fourth / square.clamp(min=1)).sqrt() / CASCADE_SINGLE
+    size = (CASCADE_MARGIN * single.clamp(min=1) * square.sqrt()).clamp(min=1)       # 1: of a zero matrix
+    x, gram = (x / size).type_as(g), (gram / size.square()).type_as(g)
+    for n, (a, b, c) in enumerate(CASCADE):
+        gram = gram_of(x) if n else gram
         poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, poly, x, beta=a) if wide else torch.baddbmm(x, x, poly, beta=a)
+        x = torch.baddbmm(x, x, poly, beta=a) if tall else torch.baddbmm(x, poly, x, beta=a)
     return x
 
 
-def muon_momentum(g, m, mu, share, dtype):
-    """What Muon orthogonalises: Nesterov momentum of share g, in dtype; m changes in place.
+def equalise(u, energy):
+    """u (N, R, C) with lanes of the same mean energy over time, of the norm that it had [2].
 
-    g: (N, R, C), m: fp32 of that shape, mu: fp32 (), share: a number.
+    Lanes lie along the longer side. energy: fp32 (N, R, 1) or (N, 1, C), their mean squares, averaged over the
+    steps; changes in place.
     """
-    g = g.float() * share
-    m.lerp_(g, 1 - mu)
-    return g.lerp(m, mu).to(dtype)
+    here = u.float().square().mean(by_longer(u), keepdim=True)
+    energy.lerp_(here, 1 - LANE_BETA)
+    gain = energy.clamp(min=LANE_FLOOR).rsqrt()
+    before, after = (x.sum((1, 2), keepdim=True).sqrt() for x in (here, gain.square() * here))
+    return u * (gain * before / after.clamp(min=LANE_FLOOR)).type_as(u)
 
 
-def muon_apply(p, lo, u, lr, wd):
-    """Take lr u off the weights p and decay them where that pulls the same way [6]; p, lo change in place.
+def anvil_apply(p, lo, u, slow, energy, lr, wd):
+    """Take lr times u, equalised, off the weights p, and decay those that the slow rail pulls the same way [6].
 
-    p, u: (N, R, C); lo: int16, the low bits of p's master, or None; lr: () or (N, 1, 1), wd: (), fp32.
+    p, u, slow: (N, R, C); lo: int16, the low bits of p's master, or None; energy: see equalise; lr: () or
+    (N, 1, 1), wd: (), fp32. p, lo and energy change in place.
     """
     master = p if lo is None else join_master(p, lo)
-    agrees = u * master >= 0
-    new = master - lr * (u + wd * master * agrees)
+    agrees = slow * master >= 0
+    new = master - lr * (equalise(u, energy) + wd * master * agrees)
     for kept, half in zip((p, lo), (new,) if lo is None else split_master(new)):
         kept.copy_(half)
 
@@ -1389,17 +1443,19 @@ def adam_step(p, g, m, m2, rate, decay, *, betas, eps, share):
     p.sub_(u.mul_(rate).add_((p * agrees).mul_(decay)))
 
 
-def _muon_momentum_example(rand, size):
+def _anvil_momentum_example(rand, size):
     """A bank of square matrices after some steps."""
     g = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_PART, EXAMPLE_PART)
-    return (g, rand(*g.shape).float(), rand().float().sigmoid(), 0.5, g.dtype), {}
+    beta, blend, mu = rand(3).float().sigmoid()
+    return (g, rand(*g.shape).float(), rand(*g.shape).float(), beta, blend, mu, 0.5, g.dtype), {}
 
 
-def _muon_apply_example(rand, size):
+def _anvil_apply_example(rand, size):
     """Weights with a master, a learning rate for every matrix."""
     p = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_PART, EXAMPLE_PART).bfloat16()
-    lr = rand(len(p), 1, 1).float() / EXAMPLE_PART
-    return (p, torch.zeros_like(p, dtype=torch.int16), rand(*p.shape), lr, lr.mean()), {}
+    lr, energy = rand(len(p), 1, 1).float() / EXAMPLE_PART, rand(len(p), EXAMPLE_PART, 1).float().square()
+    return (p, torch.zeros_like(p, dtype=torch.int16), rand(*p.shape), rand(*p.shape).float(), energy, lr,
+            lr.mean()), {}
 
 
 def _adam_step_example(rand, size):
@@ -1409,8 +1465,8 @@ def _adam_step_example(rand, size):
     return (p, g, m, m2, rate, rate / EXAMPLE_PART), {"betas": (0.5, 0.5), "eps": NORM_EPS, "share": 0.5}
 
 
-FAST["muon_momentum"] = Fast("reorder", muon_momentum, muon_momentum, _muon_momentum_example, "step")
-FAST["muon_apply"] = Fast("reorder", muon_apply, muon_apply, _muon_apply_example, "step")
+FAST["anvil_momentum"] = Fast("reorder", anvil_momentum, anvil_momentum, _anvil_momentum_example, "step")
+FAST["anvil_apply"] = Fast("reorder", anvil_apply, anvil_apply, _anvil_apply_example, "step")
 FAST["adam_step"] = Fast("reorder", adam_step, adam_step, _adam_step_example, "step")
 
 
@@ -1541,51 +1597,55 @@ def _row_event_example(rand, size):
     """Every second row of a table, after five events, most of which it has missed."""
     p, g = rand(2 * EXAMPLE_T[size], EXAMPLE_E).chunk(2)
     m2, rate = rand(len(p)).float().square(), rand().float().abs()
-    last = m2.argsort().int() % len(POLAR_STEPS)
+    last = m2.argsort().int() % EXAMPLE_EVENTS
     return (p, m2, last, torch.arange(0, len(p), 2, device=p.device), g[::2].float()), {
-        "betas2": rand(len(POLAR_STEPS) + 1).float().sigmoid(), "rate": rate, "decay": rate / EXAMPLE_PART,
+        "betas2": rand(EXAMPLE_EVENTS + 1).float().sigmoid(), "rate": rate, "decay": rate / EXAMPLE_PART,
         "eps": NORM_EPS}
 
 
 FAST["row_event"] = Fast("reorder", row_event_ref, row_event, _row_event_example)
 
 
-# ---- 4.9 steps: of Muon and Adam with the rates of a run -------------------------------------------
+# ---- 4.9 steps: of ANVIL and Adam with the rates of a run ------------------------------------------
 
 TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
 
 
 def zero_state(kind, p):
-    """States of a slice p of a bank or table, zero: momentum m, second moment m2, low bits lo; of a lazy
-    table m2 for each row, and how many events there had been at its last one."""
+    """States of a slice p, zero. Of a bank: both rails, the energy of its lanes, and lo, the low bits of its
+    master. Of a table: momentum m, second moment m2. Of a lazy one: m2 for each row, and last, how many events
+    there had been at its last one."""
     if kind == "lazy":
         dtypes = {"m2": torch.float32, "last": torch.int32}
         return {name: p.new_zeros(len(p), dtype=dtype) for name, dtype in dtypes.items()}
-    state = {"m": torch.zeros_like(p, dtype=torch.float32)}
-    if kind != "bank":
-        state["m2"] = torch.zeros_like(state["m"])
-    elif p.dtype == torch.bfloat16:
-        state["lo"] = torch.zeros_like(p, dtype=torch.int16)   # the master's lower bits
+    names = ("fast", "slow") if kind == "bank" else ("m", "m2")
+    state = {name: torch.zeros_like(p, dtype=torch.float32) for name in names}
+    if kind == "bank":
+        state["energy"] = state["slow"].mean(by_longer(p), keepdim=True)
+        if p.dtype == torch.bfloat16:
+            state["lo"] = torch.zeros_like(p, dtype=torch.int16)
     return state
 
 
 @dataclass(frozen=True)
-class Muon:
-    """Muon [1]. lr, wd: of the run; share: factor on all gradients; ops: a function for each row of FAST."""
+class Anvil:
+    """ANVIL [2]. lr, wd: of the run; share: factor on all gradients; ops: a function for each row of FAST."""
     lr: float
     wd: float
     share: float
     ops: object
 
-    def bank(self, row, lr_mul, p, g, state, *, lr, mu):
+    def bank(self, row, lr_mul, p, g, state, pace):
         """One step of matrices p (N, R, C); p and state change in place.
 
-        row: settings, see ParamRow; lr_mul: its factors for these matrices; lr: factor on the rate; mu: fp32.
+        row: settings, see ParamRow; lr_mul: its factors for these matrices.
         """
         # Trap: as tensors, since every new number would compile anew.
-        mu, rate = (torch.full((), x, device=p.device) for x in (mu, self.lr * lr))
-        u = polar(self.ops.muon_momentum(g, state["m"], mu, self.share, p.dtype))
-        self.ops.muon_apply(p, state.get("lo"), u, rate * lr_mul, self.wd * rate * row.wd_mul)
+        beta, blend, mu, rate = (torch.full((), x, device=p.device) for x in
+                                 (pace.beta, pace.blend, pace.mu, self.lr * pace.lr))
+        fast, slow, energy = (state[name] for name in ("fast", "slow", "energy"))
+        u = cascade(self.ops.anvil_momentum(g, fast, slow, beta, blend, mu, self.share, p.dtype))
+        self.ops.anvil_apply(p, state.get("lo"), u, slow, energy, rate * lr_mul, self.wd * rate * row.wd_mul)
 
 
 @dataclass(frozen=True)
@@ -1659,6 +1719,65 @@ class Flat:
         for row, *some in zip(self.rows, *(x.split(self.sizes) for x in whole)):
             adam.dense(row, some, lr, n)
         self.grad[:len(self.p)] = 0
+
+
+@dataclass(frozen=True)
+class Average:
+    """A running average of parameters over the last steps, blended into them in the end [4].
+
+    names     of the parameters
+    window    steps before the end at which it begins, at n_steps = 1050
+    every, phase   it moves after the steps s with s mod every = phase, and after each of the `last` ones
+    rate      how far it moves towards the weights, at n_steps = 1050; the first time it takes their place
+    share     of the average in the blend
+    folded    the rate is that of one step: the window's first step begins it, a later one stands for two and
+              the last one for one
+    rescaled  the parameter gets back the norm that it had: an average of unlike weights is shorter than they
+    """
+    names: tuple
+    window: int
+    every: int
+    phase: int
+    rate: float
+    share: float
+    last: int = 0
+    folded: bool = False
+    rescaled: bool = True
+
+
+class Averages:
+    """The averages of `rows`, fp32, of this rank's slices w = {name: slice}."""
+
+    def __init__(self, rows, w):
+        self.rows, self.w, self.begun = rows, w, set()
+        self.of = [{name: torch.zeros_like(w[name], dtype=torch.float32) for name in row.names} for row in rows]
+
+    def tick(self, rates):
+        """Move each average towards the weights by its rate; 0: not now."""
+        for i, rate in enumerate(rates):
+            if rate:
+                for name, average in self.of[i].items():
+                    average.lerp_(self.w[name].float(), rate if i in self.begun else 1.0)
+                self.begun.add(i)
+
+    def ship(self, reduce):
+        """Blend them into the weights, row by row, each into what the rows before it have left; rounded once.
+
+        reduce: Comm.all_reduce, of sums of squares before and after. Returns the names of what has changed.
+        """
+        blends, rescaled = {}, set()
+        for i in sorted(self.begun):
+            for name, average in self.of[i].items():
+                blends[name] = blends.get(name, self.w[name].float()).lerp(average, self.rows[i].share)
+                rescaled |= {name} if self.rows[i].rescaled else set()
+        if blends:
+            sums = torch.stack([x.float().square().sum() for name, new in blends.items()
+                                for x in (self.w[name], new)])
+            reduce(sums).wait()
+            for (name, new), (before, after) in zip(blends.items(), sums.view(-1, 2)):
+                factor = (before / after.clamp(min=LANE_FLOOR)).sqrt() if name in rescaled else 1.0
+                self.w[name].copy_(new * factor)
+        return list(blends)
 
 
 # ---- 4.10 pointer: what a token copies from those before it ----------------------------------------
@@ -1846,7 +1965,7 @@ class View:
 class ParamRow:
     """How the optimizer treats one parameter.
 
-    kind     bank: Muon, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank. shared:
+    kind     bank: ANVIL, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank. shared:
              Adam, every rank has a share of the rows and is sent those it reads. lazy: likewise, but only
              rows that have a gradient change
     lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
@@ -2164,7 +2283,7 @@ def param_table(model, cfg):
     absent = ("w_gram",) * (not model.ngram_rows) + POINTER * (not model.has_pointer)
     rows = {name: ParamRow(name, getattr(model, name), *rest)
             for names, *rest in PARAMS for name in names.split() if name not in absent}
-    # Muon's factor max(1, R / C) ** 0.5 for tall matrices, and down learns twice as fast as up [4]
+    # The factor max(1, R / C) ** 0.5 of [1] for tall matrices, and down learns twice as fast as up [4]
     up = max(1.0, cfg.d_mlp / cfg.d_model) ** 0.5
     lr_mul = torch.tensor([up, 2 * up], device=model.mlp.device).repeat(len(model.mlp) // 2)[:, None, None]
     rows["mlp"] = replace(rows["mlp"], lr_mul=lr_mul)
@@ -2176,7 +2295,7 @@ def param_table(model, cfg):
 
 
 # ======== 7. Optimizers ========================================================= budget 95 ====
-# Muon [1] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
+# ANVIL [2] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
 # (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
 # (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
 # (3) A rank updates only its own slice of a bank or table, then sends it to all; small parameters live in
@@ -2185,16 +2304,20 @@ def param_table(model, cfg):
 # (5) A zero gradient gives a zero update; decay remains.
 # (6) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before the step, their
 #     gradients go to the owners after it, who keep them until the next event of the tables.
+# (7) While head and embedding are tied, the head takes both gradients, and the embedding its weights and, when
+#     they part, its states.
 
+TIED = ("w_head", "w_embed")
 TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
 
 
 class Optimizer:
     """Owns the gradients and states of the parameters of a table of rows (see ParamRow for its fields)."""
 
-    def __init__(self, rows, comm, *, n_micro, muon_lr, muon_wd, adam_lr, adam_wd, adam_eps, ops=None):
+    def __init__(self, rows, comm, *, n_micro, anvil_lr, anvil_wd, adam_lr, adam_wd, adam_eps, averages=(),
+                 ops=None):
         self.comm, self.n_adam, self.rows, rest = comm, 0, rows, (1 / n_micro, ops or references())
-        self.muon, self.adam = Muon(muon_lr, muon_wd, *rest), Adam(adam_lr, adam_wd, adam_eps, *rest)
+        self.anvil, self.adam = Anvil(anvil_lr, anvil_wd, *rest), Adam(adam_lr, adam_wd, adam_eps, *rest)
         self.banks = [row for row in rows if row.kind == "bank"]
         self.tables = [row for row in rows if row.kind == "table"]
         self.sparse = [row for row in rows if row.kind in ("shared", "lazy")]
@@ -2206,6 +2329,8 @@ class Optimizer:
         for row in self.sparse:
             self.state[row.name] = zero_state(row.kind, row.param.data)
         self.flat = Flat([row for row in rows if row.kind == "small"], TAIL)
+        self.averages = Averages(averages, {row.name: row.param.data if row in self.sparse else
+                                            self._mine(row.param.data) for row in rows if row.kind != "small"})
 
     def _mine(self, x):
         """This rank's slice of a bank, a table or what goes with it."""
@@ -2231,11 +2356,15 @@ class Optimizer:
         return near
 
     @torch.no_grad()
-    def step(self, step, lr, mu, event=0):
-        """Reduce the gradients, update, send the weights. lr: factor on all rates; mu: momentum of Muon;
-        event: 0, or for how many pairs of steps sparse tables are updated now: their decays go with it."""
-        adam = step % 2 == 1
-        sharded = self.banks + self.tables if adam else self.banks
+    def step(self, step, pace):
+        """Reduce the gradients, update, send the weights, move the averages."""
+        adam, (head, embed) = step % 2 == 1, TIED
+        tables = [row for row in self.tables if not (pace.tied and row.name == embed)]
+        sharded = self.banks + tables if adam else self.banks
+        w = {row.name: row.param for row in self.tables}
+        if adam and pace.tied:
+            w[head].grad += w[embed].grad
+            w[embed].grad.zero_()
         # All reductions start before the first update, so that they can hide behind it (on a GPU).
         sent = [self.comm.reduce_scatter(row.param.grad) for row in sharded]
         flat = self.comm.all_reduce(self.flat.grad) if adam else None
@@ -2249,20 +2378,38 @@ class Optimizer:
             p, state = self._mine(row.param.data), self.state[row.name]
             if row.kind == "bank":
                 lr_mul = self._mine(row.lr_mul) if isinstance(row.lr_mul, Tensor) else row.lr_mul
-                self.muon.bank(row, lr_mul, p, g, state, lr=lr, mu=mu)
+                self.anvil.bank(row, lr_mul, p, g, state, pace)
             else:
-                self.adam.table(row, (p, g, *state.values()), lr, self.n_adam)
+                self.adam.table(row, (p, g, *state.values()), pace.lr, self.n_adam)
             gathers.append(self.comm.all_gather(row.param.data))
         if adam:
             flat.wait()
-            self.flat.step(self.adam, lr, self.n_adam)
+            self.flat.step(self.adam, pace.lr, self.n_adam)
         for row, pending in zip(sharded, gathers):
             pending.wait()
             row.param.grad.zero_()
-        self.events += [event] * (event > 0)
-        for row in self.sparse if event else ():
+        if adam and pace.tied:
+            w[embed].data.copy_(w[head].data)
+        if pace.parts:
+            for name, x in self.state[embed].items():
+                x.copy_(self.state[head][name])
+        self.events += [pace.event] * (pace.event > 0)
+        for row in self.sparse if pace.event else ():
             arrived, self.arrived[row.name] = self.arrived[row.name], []
-            self.adam.event(row, (row.param.data, *self.state[row.name].values()), arrived, lr, self.events)
+            self.adam.event(row, (row.param.data, *self.state[row.name].values()), arrived, pace.lr, self.events)
+        self.averages.tick(pace.ticks)
+
+    @torch.no_grad()
+    def ship(self):
+        """Blend the averages into the weights, on all ranks."""
+        names = self.averages.ship(self.comm.all_reduce)
+        for pending in [self.comm.all_gather(row.param.data) for row in self.banks + self.tables if row.name in names]:
+            pending.wait()
+
+    def reset(self, n_adam=0, events=()):
+        """Counts of steps and events as they were, and no averages."""
+        self.n_adam, self.events = n_adam, [*events]
+        self.averages.begun.clear()
 
 
 # ======== 8. Data =============================================================== budget 490 ====
@@ -2762,6 +2909,15 @@ class Loader:
 ROTARY_BASE = 1024           # the slowest pair of channels turns by 1 / 1024 radian per token
 YARN_TURNS = (1.0, 32.0)     # turns in a window at which a frequency is stretched fully, and not at all [4]
 YARN_GAIN = 0.2
+FAST_BETA, FAST_SHARE = 0.85, 0.4385   # of ANVIL's fast rail, once the slow one has a part [2]
+AVERAGES = (                 # in the order in which they are blended into the weights [4]
+    #        of                    window  every  phase  rate     share
+    Average(("w_head", "w_embed"), 298,    2,     1,     2 / 299, 0.65, folded=True),
+    Average(("vo", "mlp"),         250,    4,     1,     4 / 53,  1.0),
+    Average(("w_value",),          250,    4,     3,     4 / 53,  1.0, rescaled=False),
+    Average(("qk",),               298,    4,     1,     2 / 75,  0.55, last=2),
+    Average(("vo", "mlp"),         298,    4,     1,     2 / 75,  0.3493, last=2),
+)
 LATE_SHARE = (2, 3)          # of stage 2 have passed when its loss takes more classes
 EVENT_EVERY = 4              # steps between two events of the tables, half as many at first
 EVENT_SWITCH = 336           # step from which they are rarer, at n_steps = 1050 [4]
@@ -2781,13 +2937,32 @@ def lr_at(cfg, step):
     return cfg.stages[stage_at(cfg, step)].lr * (1 - cool) + cfg.lr_floor * cool
 
 
-def mu_at(cfg, step):
-    """Muon's momentum: up to mu_high at the start, back at the end; the ramps shrink with a shorter run."""
-    shrink = min(1.0, cfg.n_steps / REFERENCE_STEPS)
-    rise, fall = cfg.mu_rise * shrink, cfg.mu_fall * shrink
+def rails_at(cfg, step):
+    """(mu, beta, blend) of ANVIL, see Pace: mu up to mu_high at the start, back at the end, and beta with it
+    until the slow rail joins in. The ramps shrink with a shorter run."""
+    rise, fall = cfg.mu_rise * cfg.shrink, cfg.mu_fall * cfg.shrink
     up = min(step / rise, 1.0)
     down = min(max((step - (cfg.n_steps - fall)) / fall, 0.0), 1.0)
-    return cfg.mu_low + (cfg.mu_high - cfg.mu_low) * (up - down)
+    mu = cfg.mu_low + (cfg.mu_high - cfg.mu_low) * (up - down)
+    return (mu, mu, 1.0) if step < cfg.slow_from * cfg.shrink else (mu, FAST_BETA, FAST_SHARE)
+
+
+def ticks_at(cfg, step):
+    """Rate at which each of AVERAGES moves after a step; 0: it does not. A shorter run has higher ones."""
+    rates, left = [], cfg.n_steps - 1 - step
+    for row in AVERAGES:
+        start, rate = cfg.n_steps - row.window * cfg.shrink, min(row.rate / cfg.shrink, 1.0)
+        due = step % row.every == row.phase or left < row.last or (row.folded and step < start + 1)
+        rate = 1 - (1 - rate) ** row.every if row.folded and left else rate
+        rates.append(rate if due and step >= start else 0.0)
+    return tuple(rates)
+
+
+def pace_at(cfg, step):
+    """The Pace of a step. Head and embedding part after the first odd step of the extension."""
+    last_tied = cfg.stage_ends[-2] | 1
+    return Pace(lr_at(cfg, step), *rails_at(cfg, step), event_at(cfg, step), step <= last_tied,
+                step == last_tied, ticks_at(cfg, step))
 
 
 def n_classes_at(cfg, step):
@@ -2802,8 +2977,7 @@ def n_classes_at(cfg, step):
 def event_at(cfg, step):
     """0, or for how many pairs of steps the sparse tables are updated after a step: 1, later 2. The last step
     of all updates them in any case, as if for 2, so that no gradient is lost."""
-    switch = EVENT_SWITCH * min(1.0, cfg.n_steps / REFERENCE_STEPS)
-    if step < EVENT_EVERY * round(switch / EVENT_EVERY):
+    if step < EVENT_EVERY * round(EVENT_SWITCH * cfg.shrink / EVENT_EVERY):
         return step % 2
     return 2 * (step % EVENT_EVERY == EVENT_EVERY - 1 or step == cfg.n_steps - 1)
 
@@ -2911,9 +3085,9 @@ def n_compiled():
 def make(cfg, comm, device, ops=None):
     """(Model, Optimizer) of a run on a device; on `meta` they have shapes only."""
     model = Model(cfg, device, ops, (comm.rank, comm.world))
-    return model, Optimizer(param_table(model, cfg), comm, n_micro=cfg.n_micro, muon_lr=cfg.muon_lr,
-                            muon_wd=cfg.muon_wd, adam_lr=cfg.adam_lr, adam_wd=cfg.adam_wd,
-                            adam_eps=cfg.adam_eps, ops=ops)
+    return model, Optimizer(param_table(model, cfg), comm, n_micro=cfg.n_micro, anvil_lr=cfg.anvil_lr,
+                            anvil_wd=cfg.anvil_wd, adam_lr=cfg.adam_lr, adam_wd=cfg.adam_wd,
+                            adam_eps=cfg.adam_eps, averages=AVERAGES, ops=ops)
 
 
 def memory_needed(cfg, comm):
@@ -2921,7 +3095,8 @@ def memory_needed(cfg, comm):
     n-grams with its states, training, validation)."""
     optimizer, longest = make(cfg, comm, torch.device("meta"))[1], max(stage.T for stage in cfg.stages)
     table = sum(x.nbytes for xs in optimizer.lazy().values() for x in xs)
-    return (2 * sum(x.nbytes for x in optimizer.tensors()), table,
+    averages = sum(x.nbytes for of in optimizer.averages.of for x in of.values())
+    return (2 * sum(x.nbytes for x in optimizer.tensors()) + averages, table,
             stream_bytes(cfg, longest, cfg.n_micro // comm.world)[0], stream_bytes(cfg, cfg.val_seq, 1)[1])
 
 
@@ -2979,7 +3154,7 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
         ids = optimizer.near[name].asked
         rows += [(x, ids, x[ids]) for x in xs]
     for step in range(2):
-        optimizer.step(step, 1.0, cfg.mu_low, event=step)
+        optimizer.step(step, Pace(1.0, cfg.mu_low, cfg.mu_low, 1.0, event=step))
     optimizer.comm.settle()
     tell("optimizer")
     with torch.no_grad():
@@ -2990,7 +3165,8 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
             x.copy_(old)
         for x, ids, old in rows:
             x[ids] = old
-    (optimizer.n_adam, optimizer.events), model.near = counts, {}
+    optimizer.reset(*counts)
+    model.near = {}
     optimizer.comm.settle()
     tell("validation")
 
@@ -3115,7 +3291,7 @@ def renew(run, cfg, log):
     for arrived in run.optimizer.arrived.values():       # after the last event of the run before
         arrived.clear()
     run.model.load_state_dict({name: x for name, x in weights.items() if name != "w_gram"}, strict=False)
-    run.optimizer.n_adam, run.optimizer.events = 0, []
+    run.optimizer.reset()
     log.phase("new weights")
     return begin(cfg, run.comm, log, run.guard, model=run.model, optimizer=run.optimizer,
                  telemetry=run.telemetry)
@@ -3131,7 +3307,7 @@ def train_step(run, batch, view, step):
         tail[0] += loss.detach()
         run.guard.step()
     tail[1] = (~torch.isfinite(tail[0])) * 2.0 ** run.comm.rank
-    run.optimizer.step(step, lr_at(run.cfg, step), mu_at(run.cfg, step), event_at(run.cfg, step))
+    run.optimizer.step(step, pace_at(run.cfg, step))
 
 
 def report(run, wait=False):
@@ -3145,7 +3321,7 @@ def report(run, wait=False):
             if bad_ranks or not math.isfinite(total):
                 ranks = [str(r) for r in range(max(WORLDS)) if int(bad_ranks) >> r & 1]
                 raise RunFailed(f"the loss of step {step + 1} is not finite on rank {', '.join(ranks)}. "
-                                f"Lower learning rates (muon_lr, adam_lr) are the usual cure.")
+                                f"Lower learning rates (anvil_lr, adam_lr) are the usual cure.")
             loss = total / (cfg.n_micro * cfg.stages[stage_at(cfg, step)].T)
             run.log.line(f"step {step + 1:5d}/{cfg.n_steps} | tokens {tokens_until(cfg, step + 1):11,d} | "
                          f"loss {loss:9.6f} | time {seconds:8.3f} s | {MS * (seconds - before):8.2f} ms/step",
@@ -3215,6 +3391,8 @@ def train(run):
     if stamps:                                   # stopped after an even step: its loss is summed alone
         run.comm.all_reduce(run.optimizer.flat.tail).wait()
         run.ring.push((cfg.n_run - 1,), run.optimizer.flat.tail, stamps)
+    if cfg.n_run == cfg.n_steps:
+        run.optimizer.ship()
     return validate(run, cfg.n_run, cfg.val_long)
 
 
