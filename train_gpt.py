@@ -96,6 +96,14 @@ N_INSERTED, N_EXTENSION = 52, 20                  # steps added inside stage 2, 
 REFERENCE_STEPS = 1050   # n_steps for which the momentum ramps below are stated
 FUTURE_WEIGHTS = (1.0, 0.5, 0.25)   # of the next token in the loss, the one after it, and the third [4]
 PREFIX_WEIGHTS = (0.25, 0.20, 0.15, 0.10, 0.05)   # of the next token's prefix: stage 0, quarters of stage 1
+AVERAGES = (                 # running averages of weights, blended into them at the end in this order [4]
+    # of               window  every  phase  last  rate     folded  share     see ticks_at
+    ("w_head w_embed", 298,    2,     1,     0,    2 / 299, True,   0.65),
+    ("vo mlp",         250,    4,     1,     0,    4 / 53,  False,  1.0),
+    ("w_value",        250,    4,     3,     0,    4 / 53,  False,  1.0),
+    ("qk",             298,    4,     1,     2,    2 / 75,  False,  0.55),
+    ("vo mlp",         298,    4,     1,     2,    2 / 75,  False,  0.3493),
+)
 
 
 class Refusal(Exception):
@@ -1203,6 +1211,9 @@ class SoftcapLoss(torch.autograd.Function):
 # ---- 4.5 glue: small functions between the matrix products ---------------------------------------
 
 SELF_FLOOR = 1e-8            # of |v|^2 in exclude_self
+ROTARY_BASE = 1024           # the slowest pair of channels turns by 1 / 1024 radian per token
+YARN_TURNS = (1.0, 32.0)     # turns in a window at which a frequency is stretched fully, and not at all [4]
+YARN_GAIN = 0.2
 
 
 def relu2(z):
@@ -1220,6 +1231,27 @@ def rotate(x, turn):
     wide = wide.unflatten(1, (-1, turn.shape[1]))                                # (T, H/J, J, E/2, 2)
     turned = torch.view_as_complex(wide) * torch.view_as_complex(turn)[:, None]
     return torch.view_as_real(turned).flatten(-2).flatten(1, 2).type_as(x)
+
+
+def yarn(freqs, scale, old, new):
+    """Frequencies and softmax scale after the window has grown from old to new tokens [3].
+
+    Slow frequencies, with less than one turn in the old window, are stretched by new / old; fast ones, with
+    more than 32, stay; those between are blended."""
+    low, high = YARN_TURNS
+    keep = [min(max((old * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in freqs]
+    shrunk = [f * (old / new + k * (1 - old / new)) for f, k in zip(freqs, keep)]
+    return shrunk, scale * (1 + YARN_GAIN * math.log(new / old))
+
+
+def rotary(n, scale, windows):
+    """(n angular frequencies, falling; softmax scale) for the last of these windows, with one YaRN step for
+    every growth on the way to it; scale: for the first."""
+    freqs = [ROTARY_BASE ** (-i / max(n - 1, 1)) for i in range(n)]
+    for before, here in zip(windows, windows[1:]):
+        if here != before:
+            freqs, scale = yarn(freqs, scale, before, here)
+    return freqs, scale
 
 
 def turns(freqs, n_positions, n_still, device):
@@ -1274,6 +1306,13 @@ def exclude_self(y, v, alpha):
     return y - (torch.tanh(alpha) * along)[:, :, None] * v
 
 
+def mix(c, *xs):
+    """Sum of xs, (T, D) each, times their columns of c: (T, n), or (T, n, G) for G groups of channels."""
+    c = c if c.ndim > 2 else c[:, :, None]
+    parts = [coef[:, :, None] * x.unflatten(1, (c.shape[2], -1)) for coef, x in zip(c.unbind(1), xs)]
+    return sum(parts[1:], parts[0]).flatten(1)
+
+
 def signed_sum(rows, signs):
     """Rows times signs, all n of a token in one vector. rows, signs: (T, n, D) -> (T, D)."""
     return (rows * signs).sum(1)
@@ -1310,6 +1349,12 @@ def _exclude_self_example(rand, size):
     return (y, v, w[:, :, 0]), {}
 
 
+def _mix_example(rand, size):
+    """Three streams, coefficients for six groups of channels."""
+    T, n = EXAMPLE_T[size], EXAMPLE_QKV
+    return (rand(T, n, EXAMPLE_H), *rand(n * T, EXAMPLE_H * EXAMPLE_E).chunk(n)), {}
+
+
 def _signed_sum_example(rand, size):
     """Two rows for every token."""
     rows, signs = rand(2 * EXAMPLE_T[size], 2, EXAMPLE_H * EXAMPLE_E).chunk(2)
@@ -1319,6 +1364,7 @@ def _signed_sum_example(rand, size):
 FAST["heads"] = Fast("reorder", heads_ref, heads, _heads_example, "glue")
 FAST["relu2"] = Fast("reorder", relu2, relu2, _relu2_example, "glue")
 FAST["smear"] = Fast("reorder", smear, smear, _smear_example, "glue")
+FAST["mix"] = Fast("reorder", mix, mix, _mix_example, "glue")
 FAST["signed_sum"] = Fast("reorder", signed_sum, signed_sum, _signed_sum_example, "glue")
 FAST["key_offset"] = Fast("bitwise", key_offset, key_offset, _key_offset_example, "glue")
 FAST["exclude_self"] = Fast("reorder", exclude_self, exclude_self, _exclude_self_example, "glue")
@@ -1359,13 +1405,13 @@ def join_master(hi, lo):
     return bits.view(torch.float32)
 
 
-def by_longer(x):
-    """The axis over which a lane of (N, R, C) extends: lanes are rows where there are as many as columns."""
-    return 2 if x.shape[1] >= x.shape[2] else 1
+def across(x):
+    """The axis that a lane of (N, R, C) lies along: lanes are rows, unless there are fewer than columns."""
+    return 1 + (x.shape[1] >= x.shape[2])
 
 
-def anvil_momentum(g, fast, slow, beta, blend, mu, share, dtype):
-    """The direction that ANVIL orthogonalises [2], in dtype; both rails, averages of g share, change in place.
+def anvil_momentum(g, fast, slow, *, beta, blend, mu, share, dtype):
+    """The direction that ANVIL orthogonalises [2], in dtype; both rails, means of share g, change in place.
 
     math     U = (1 - mu) g + mu (blend fast + (1 - blend) slow)
     shapes   g: (N, R, C), fast, slow: fp32 of that shape, beta, blend, mu: fp32 (), share: a number
@@ -1377,12 +1423,12 @@ def anvil_momentum(g, fast, slow, beta, blend, mu, share, dtype):
 
 
 def cascade(g):
-    """About U V.T where U S V.T = g, for each of (N, R, C): six maps s to s (a + b s^2 + c s^4) of its singular
-    values s [2], which take [0.003, 1 / 1.05] of their root sum of squares to [0.995, 1.0004].
+    """About U V.T where U S V.T = g, for each of (N, R, C): six maps s to s (a + b s^2 + c s^4) of its
+    singular values s [2], which take [0.003, 1 / 1.05] of their root sum of squares to [0.995, 1.0004].
 
-    Above 1.00006 / 1.05 they diverge, and rounding in bf16 takes a matrix of nearly rank 1 there. The first Gram
-    matrix tells: sum s^4 / (sum s^2)^2 is near 1, and the margin grows. Products are from the shorter side.
-    """
+    Above 1.00006 / 1.05 they diverge, and rounding in bf16 takes a matrix of nearly rank 1 there. The first
+    Gram matrix tells: sum s^4 / (sum s^2)^2 is near 1, and the margin grows. Products are from the shorter
+    side."""
     wide, tall = torch.promote_types(g.dtype, torch.float32), g.shape[1] > g.shape[2]
 
     def gram_of(x):
@@ -1405,18 +1451,18 @@ def cascade(g):
 def equalise(u, energy):
     """u (N, R, C) with lanes of the same mean energy over time, of the norm that it had [2].
 
-    Lanes lie along the longer side. energy: fp32 (N, R, 1) or (N, 1, C), their mean squares, averaged over the
-    steps; changes in place.
+    There is a lane for each place of the longer side. energy: fp32 (N, R, 1) or (N, 1, C), their mean
+    squares, averaged over the steps; changes in place.
     """
-    here = u.float().square().mean(by_longer(u), keepdim=True)
+    here = u.float().square().mean(across(u), keepdim=True)
     energy.lerp_(here, 1 - LANE_BETA)
     gain = energy.clamp(min=LANE_FLOOR).rsqrt()
     before, after = (x.sum((1, 2), keepdim=True).sqrt() for x in (here, gain.square() * here))
     return u * (gain * before / after.clamp(min=LANE_FLOOR)).type_as(u)
 
 
-def anvil_apply(p, lo, u, slow, energy, lr, wd):
-    """Take lr times u, equalised, off the weights p, and decay those that the slow rail pulls the same way [6].
+def anvil_apply(p, lo, u, slow, energy, *, lr, wd):
+    """Take lr times u, equalised, off the weights p; decay those that the slow rail pulls the same way [6].
 
     p, u, slow: (N, R, C); lo: int16, the low bits of p's master, or None; energy: see equalise; lr: () or
     (N, 1, 1), wd: (), fp32. p, lo and energy change in place.
@@ -1446,16 +1492,17 @@ def adam_step(p, g, m, m2, rate, decay, *, betas, eps, share):
 def _anvil_momentum_example(rand, size):
     """A bank of square matrices after some steps."""
     g = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_PART, EXAMPLE_PART)
-    beta, blend, mu = rand(3).float().sigmoid()
-    return (g, rand(*g.shape).float(), rand(*g.shape).float(), beta, blend, mu, 0.5, g.dtype), {}
+    beta, blend, mu = rand(EXAMPLE_QKV).float().sigmoid()
+    return (g, rand(*g.shape).float(), rand(*g.shape).float()), {
+        "beta": beta, "blend": blend, "mu": mu, "share": 0.5, "dtype": g.dtype}
 
 
 def _anvil_apply_example(rand, size):
     """Weights with a master, a learning rate for every matrix."""
     p = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_PART, EXAMPLE_PART).bfloat16()
     lr, energy = rand(len(p), 1, 1).float() / EXAMPLE_PART, rand(len(p), EXAMPLE_PART, 1).float().square()
-    return (p, torch.zeros_like(p, dtype=torch.int16), rand(*p.shape), rand(*p.shape).float(), energy, lr,
-            lr.mean()), {}
+    return (p, torch.zeros_like(p, dtype=torch.int16), rand(*p.shape), rand(*p.shape).float(), energy), {
+        "lr": lr, "wd": lr.mean()}
 
 
 def _adam_step_example(rand, size):
@@ -1612,8 +1659,8 @@ TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU 
 
 
 def zero_state(kind, p):
-    """States of a slice p, zero. Of a bank: both rails, the energy of its lanes, and lo, the low bits of its
-    master. Of a table: momentum m, second moment m2. Of a lazy one: m2 for each row, and last, how many events
+    """States of a slice p, zero. Of a bank: both rails, the energy of its lanes, and lo, its master's low
+    bits. Of a table: momentum m, second moment m2. Of a lazy one: m2 for each row, and last, how many events
     there had been at its last one."""
     if kind == "lazy":
         dtypes = {"m2": torch.float32, "last": torch.int32}
@@ -1621,7 +1668,7 @@ def zero_state(kind, p):
     names = ("fast", "slow") if kind == "bank" else ("m", "m2")
     state = {name: torch.zeros_like(p, dtype=torch.float32) for name in names}
     if kind == "bank":
-        state["energy"] = state["slow"].mean(by_longer(p), keepdim=True)
+        state["energy"] = state["slow"].mean(across(p), keepdim=True)
         if p.dtype == torch.bfloat16:
             state["lo"] = torch.zeros_like(p, dtype=torch.int16)
     return state
@@ -1644,8 +1691,10 @@ class Anvil:
         beta, blend, mu, rate = (torch.full((), x, device=p.device) for x in
                                  (pace.beta, pace.blend, pace.mu, self.lr * pace.lr))
         fast, slow, energy = (state[name] for name in ("fast", "slow", "energy"))
-        u = cascade(self.ops.anvil_momentum(g, fast, slow, beta, blend, mu, self.share, p.dtype))
-        self.ops.anvil_apply(p, state.get("lo"), u, slow, energy, rate * lr_mul, self.wd * rate * row.wd_mul)
+        u = cascade(self.ops.anvil_momentum(g, fast, slow, beta=beta, blend=blend, mu=mu, share=self.share,
+                                            dtype=p.dtype))
+        self.ops.anvil_apply(p, state.get("lo"), u, slow, energy, lr=rate * lr_mul,
+                             wd=self.wd * rate * row.wd_mul)
 
 
 @dataclass(frozen=True)
@@ -1721,39 +1770,20 @@ class Flat:
         self.grad[:len(self.p)] = 0
 
 
-@dataclass(frozen=True)
-class Average:
-    """A running average of parameters over the last steps, blended into them in the end [4].
-
-    names     of the parameters
-    window    steps before the end at which it begins, at n_steps = 1050
-    every, phase   it moves after the steps s with s mod every = phase, and after each of the `last` ones
-    rate      how far it moves towards the weights, at n_steps = 1050; the first time it takes their place
-    share     of the average in the blend
-    folded    the rate is that of one step: the window's first step begins it, a later one stands for two and
-              the last one for one
-    rescaled  the parameter gets back the norm that it had: an average of unlike weights is shorter than they
-    """
-    names: tuple
-    window: int
-    every: int
-    phase: int
-    rate: float
-    share: float
-    last: int = 0
-    folded: bool = False
-    rescaled: bool = True
-
-
 class Averages:
-    """The averages of `rows`, fp32, of this rank's slices w = {name: slice}."""
+    """Running averages, fp32, of w = {name: this rank's slice of a parameter}, to be blended into it.
 
-    def __init__(self, rows, w):
-        self.rows, self.w, self.begun = rows, w, set()
-        self.of = [{name: torch.zeros_like(w[name], dtype=torch.float32) for name in row.names} for row in rows]
+    rows: [(names of parameters, share of their average in the blend)]. The parameters in `rescaled` get the
+    norm back that they had, over all ranks: an average of unlike weights is shorter than they.
+    """
+
+    def __init__(self, rows, w, rescaled):
+        self.w, self.rescaled, self.begun, self.shares = w, rescaled, set(), [share for _, share in rows]
+        self.of = [{name: torch.zeros_like(w[name], dtype=torch.float32) for name in names}
+                   for names, _ in rows]
 
     def tick(self, rates):
-        """Move each average towards the weights by its rate; 0: not now."""
+        """Move each row's averages towards the weights by its rate, at first all the way; 0: not now."""
         for i, rate in enumerate(rates):
             if rate:
                 for name, average in self.of[i].items():
@@ -1765,18 +1795,17 @@ class Averages:
 
         reduce: Comm.all_reduce, of sums of squares before and after. Returns the names of what has changed.
         """
-        blends, rescaled = {}, set()
+        blends = {}
         for i in sorted(self.begun):
             for name, average in self.of[i].items():
-                blends[name] = blends.get(name, self.w[name].float()).lerp(average, self.rows[i].share)
-                rescaled |= {name} if self.rows[i].rescaled else set()
+                blends[name] = blends.get(name, self.w[name].float()).lerp(average, self.shares[i])
         if blends:
-            sums = torch.stack([x.float().square().sum() for name, new in blends.items()
-                                for x in (self.w[name], new)])
+            sums = torch.stack([x.float().square().sum() for name, blend in blends.items()
+                                for x in (self.w[name], blend)])
             reduce(sums).wait()
-            for (name, new), (before, after) in zip(blends.items(), sums.view(-1, 2)):
-                factor = (before / after.clamp(min=LANE_FLOOR)).sqrt() if name in rescaled else 1.0
-                self.w[name].copy_(new * factor)
+            for (name, blend), (before, after) in zip(blends.items(), sums.view(-1, 2)):
+                factor = (before / after.clamp(min=LANE_FLOOR)).sqrt() if name in self.rescaled else 1.0
+                self.w[name].copy_(blend * factor)
         return list(blends)
 
 
@@ -1860,6 +1889,7 @@ class Pointer(torch.autograd.Function):
 LOSS_ROWS = LOSS_BLOCK           # rows of logits at once
 documents = Documents            # of a stream, made once for all layers
 turn_tables = rotary_tables      # of a stage
+frequencies = rotary             # of a stage's windows
 lookup = Lookup.apply            # rows of a table
 pointer = Pointer.apply          # what is copied of a token
 copies = Pointer.last            # what is copied of all tokens behind a stream
@@ -1877,6 +1907,7 @@ GATE_INPUTS = 12             # channels that the smear's gate and a value gate r
 GATE_WIDTH = 64              # hidden units of the networks behind gates and coefficients
 GATE_SCALE = 0.1             # learned factor on all gates, at first
 COEF_SCALE = 0.1             # fixed factor on all coefficients
+REMIX = (3, 3, 2, 4, 2)      # of the coefficients of a remix: for v, the stream, gates, attention, the MLP
 GROUPS = 12                  # of channels, with coefficients of their own in the final mix
 INIT_LINEAR = 3.0 ** 0.5 / 2   # uniform bound of a matrix, times fan_in ** -0.5, from [4]
 INIT_HEAD = 0.005
@@ -2003,7 +2034,7 @@ class Model(nn.Module):
     half-width v the leading rows of V and columns of O; the others rest at zero gradient.
     part = (i, n): w_value and w_gram are the i-th of n shares of their rows. near: {name: Rows} that are at
     hand in place of such a table, see Optimizer.pull."""
-    turn_tables = staticmethod(turn_tables)      # for a View
+    turn_tables, frequencies = staticmethod(turn_tables), staticmethod(frequencies)    # for a View
 
     def __init__(self, cfg, device, ops=None, part=(0, 1)):
         super().__init__()
@@ -2181,19 +2212,17 @@ class Model(nn.Module):
         seven, first = run.behind[layer.reads], run.first
         hidden = self.hidden(self.coef_w1[0], x)
         w2, bias = self.coef_remix_w2.type_as(x), self.coef_remix_bias.type_as(x)
-        c = (COEF_SCALE * F.linear(hidden, w2, bias)).split(1, 1)                  # 14 times (T, 1)
-        (v_first, v_seven, v_x, x_first, x_seven, x_x, gate_a, gate_b,
-         keep, attn, add_first, add_gram, keep_mlp, mlp) = c
-        extra = v_first * first + v_seven * seven + v_x * x
-        gate = torch.cat((gate_a, gate_b), 1).repeat_interleave(self.n_heads // 2, 1)             # (T, H)
-        value = self.by_head(run.values[i]) * gate[:, :, None] + self.by_head(extra)
-        mixed = (1 + x_x) * x + x_first * first + x_seven * seven
-        run.norm_read = rms_norm(seven)
+        c = COEF_SCALE * F.linear(hidden, w2, bias)                                               # (T, 14)
+        extra, inner, gate, outer, last = c.split(REMIX, 1)
+        gate = gate.repeat_interleave(self.n_heads // 2, 1)                                       # (T, H)
+        value = self.by_head(run.values[i]) * gate[:, :, None]
+        value = value + self.by_head(self.ops.mix(extra, first, seven, x))
+        mixed = x + self.ops.mix(inner, first, seven, x)
+        run.norm_read, run.before_remix = rms_norm(seven), x
         y = self.attend(run, i, run.norm_read, value)
-        run.before_remix = x
-        x = keep * mixed + attn * y + add_first * first + add_gram * run.gram
+        x = self.ops.mix(outer, mixed, y, first, run.gram)
         run.mlp_input = rms_norm(x)
-        return keep_mlp * x + mlp * self.mlp_of(run, MLPS[i], run.mlp_input)
+        return self.ops.mix(last, x, self.mlp_of(run, MLPS[i], run.mlp_input))
 
     def final_mix(self, run, x):
         """x plus ten earlier vectors, each times a coefficient for every token and group of channels."""
@@ -2206,10 +2235,7 @@ class Model(nn.Module):
         one, two, eight, ten = (run.values[i] for i in VALUES)
         sources = (run.first, run.behind[read], run.before_remix, one, run.behind[skipped], two, ten, eight,
                    run.mlp_input, run.norm_read)
-        x = x.unflatten(1, (GROUPS, -1))
-        for k, source in enumerate(sources):
-            x = x + COEF_SCALE * c[:, k, :, None] * source.unflatten(1, (GROUPS, -1))
-        return x.flatten(1)
+        return x + self.ops.mix(COEF_SCALE * c, *sources)
 
     def by_head(self, x):
         """(T, H E) -> (T, H, E)."""
@@ -2304,7 +2330,7 @@ def param_table(model, cfg):
 # (5) A zero gradient gives a zero update; decay remains.
 # (6) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before the step, their
 #     gradients go to the owners after it, who keep them until the next event of the tables.
-# (7) While head and embedding are tied, the head takes both gradients, and the embedding its weights and, when
+# (7) While head and embedding are tied, the head takes both gradients, the embedding its weights and, when
 #     they part, its states.
 
 TIED = ("w_head", "w_embed")
@@ -2329,8 +2355,9 @@ class Optimizer:
         for row in self.sparse:
             self.state[row.name] = zero_state(row.kind, row.param.data)
         self.flat = Flat([row for row in rows if row.kind == "small"], TAIL)
-        self.averages = Averages(averages, {row.name: row.param.data if row in self.sparse else
-                                            self._mine(row.param.data) for row in rows if row.kind != "small"})
+        dense = {row.name: self._mine(row.param.data) for row in self.banks + self.tables}
+        shares = {row.name: row.param.data for row in self.sparse}
+        self.averages = Averages(averages, dense | shares, set(dense))
 
     def _mine(self, x):
         """This rank's slice of a bank, a table or what goes with it."""
@@ -2396,14 +2423,16 @@ class Optimizer:
         self.events += [pace.event] * (pace.event > 0)
         for row in self.sparse if pace.event else ():
             arrived, self.arrived[row.name] = self.arrived[row.name], []
-            self.adam.event(row, (row.param.data, *self.state[row.name].values()), arrived, pace.lr, self.events)
+            whole = row.param.data, *self.state[row.name].values()
+            self.adam.event(row, whole, arrived, pace.lr, self.events)
         self.averages.tick(pace.ticks)
 
     @torch.no_grad()
     def ship(self):
         """Blend the averages into the weights, on all ranks."""
         names = self.averages.ship(self.comm.all_reduce)
-        for pending in [self.comm.all_gather(row.param.data) for row in self.banks + self.tables if row.name in names]:
+        sent = [row.param.data for row in self.banks + self.tables if row.name in names]
+        for pending in [self.comm.all_gather(x) for x in sent]:
             pending.wait()
 
     def reset(self, n_adam=0, events=()):
@@ -2906,18 +2935,7 @@ class Loader:
 # from 0. Stage boundaries are in section 1 (Config.stage_ends), since the command line is checked against
 # them; everything here follows from them.
 
-ROTARY_BASE = 1024           # the slowest pair of channels turns by 1 / 1024 radian per token
-YARN_TURNS = (1.0, 32.0)     # turns in a window at which a frequency is stretched fully, and not at all [4]
-YARN_GAIN = 0.2
 FAST_BETA, FAST_SHARE = 0.85, 0.4385   # of ANVIL's fast rail, once the slow one has a part [2]
-AVERAGES = (                 # in the order in which they are blended into the weights [4]
-    #        of                    window  every  phase  rate     share
-    Average(("w_head", "w_embed"), 298,    2,     1,     2 / 299, 0.65, folded=True),
-    Average(("vo", "mlp"),         250,    4,     1,     4 / 53,  1.0),
-    Average(("w_value",),          250,    4,     3,     4 / 53,  1.0, rescaled=False),
-    Average(("qk",),               298,    4,     1,     2 / 75,  0.55, last=2),
-    Average(("vo", "mlp"),         298,    4,     1,     2 / 75,  0.3493, last=2),
-)
 LATE_SHARE = (2, 3)          # of stage 2 have passed when its loss takes more classes
 EVENT_EVERY = 4              # steps between two events of the tables, half as many at first
 EVENT_SWITCH = 336           # step from which they are rarer, at n_steps = 1050 [4]
@@ -2947,24 +2965,6 @@ def rails_at(cfg, step):
     return (mu, mu, 1.0) if step < cfg.slow_from * cfg.shrink else (mu, FAST_BETA, FAST_SHARE)
 
 
-def ticks_at(cfg, step):
-    """Rate at which each of AVERAGES moves after a step; 0: it does not. A shorter run has higher ones."""
-    rates, left = [], cfg.n_steps - 1 - step
-    for row in AVERAGES:
-        start, rate = cfg.n_steps - row.window * cfg.shrink, min(row.rate / cfg.shrink, 1.0)
-        due = step % row.every == row.phase or left < row.last or (row.folded and step < start + 1)
-        rate = 1 - (1 - rate) ** row.every if row.folded and left else rate
-        rates.append(rate if due and step >= start else 0.0)
-    return tuple(rates)
-
-
-def pace_at(cfg, step):
-    """The Pace of a step. Head and embedding part after the first odd step of the extension."""
-    last_tied = cfg.stage_ends[-2] | 1
-    return Pace(lr_at(cfg, step), *rails_at(cfg, step), event_at(cfg, step), step <= last_tied,
-                step == last_tied, ticks_at(cfg, step))
-
-
 def n_classes_at(cfg, step):
     """Classes in the loss of a step: few at first, more in the last third of stage 2, then all."""
     stage, (_, start, end, *_) = stage_at(cfg, step), cfg.stage_ends
@@ -2982,6 +2982,28 @@ def event_at(cfg, step):
     return 2 * (step % EVENT_EVERY == EVENT_EVERY - 1 or step == cfg.n_steps - 1)
 
 
+def ticks_at(cfg, step):
+    """How far each row of AVERAGES moves towards the weights after a step, 0 to 1.
+
+    It begins `window` steps before the end and moves after the steps s with s mod every = phase, and after
+    the `last` ones. A folded rate is that of one step: the window's first step begins the average, a later
+    one stands for two and the very last one for one. A shorter run has shorter windows and higher rates."""
+    rates, left = [], cfg.n_steps - 1 - step
+    for _, window, every, phase, last, rate, folded, _ in AVERAGES:
+        begin, rate = cfg.n_steps - window * cfg.shrink, min(rate / cfg.shrink, 1.0)
+        due = step % every == phase or left < last or (folded and step < begin + 1)
+        rate = 1 - (1 - rate) ** every if folded and left else rate
+        rates.append(rate if due and step >= begin else 0.0)
+    return tuple(rates)
+
+
+def pace_at(cfg, step):
+    """The Pace of a step. Head and embedding part after the first odd step of the extension."""
+    last_tied = cfg.stage_ends[-2] | 1
+    return Pace(lr_at(cfg, step), *rails_at(cfg, step), event_at(cfg, step), step <= last_tied,
+                step == last_tied, ticks_at(cfg, step))
+
+
 def targets_at(cfg, step):
     """(weights of the next tokens as targets, () or (weight,) of the next token's prefix), falling [4]."""
     stage, ends = stage_at(cfg, step), (0, *cfg.stage_ends)
@@ -2997,32 +3019,6 @@ def plan_at(cfg, step):
     """The StepPlan of a step."""
     stage = cfg.stages[stage_at(cfg, step)]
     return StepPlan(stage.T, stage.max_doc, n_classes_at(cfg, step), *targets_at(cfg, step))
-
-
-def yarn(freqs, scale, old, new):
-    """Frequencies and softmax scale after the window has grown from old to new tokens [3].
-
-    Slow frequencies, with less than one turn in the old window, are stretched by new / old; fast ones, with
-    more than 32, stay; those between are blended."""
-    low, high = YARN_TURNS
-    keep = [min(max((old * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in freqs]
-    shrunk = [f * (old / new + k * (1 - old / new)) for f, k in zip(freqs, keep)]
-    return shrunk, scale * (1 + YARN_GAIN * math.log(new / old))
-
-
-def rotary_at(cfg, stage, wide):
-    """(angular frequencies, softmax scale) of a stage's wide or narrow heads: d_head/4 frequencies, falling.
-
-    One YaRN step for every growth of the window up to this stage; narrow heads follow the short window, wide
-    ones the long one. Validation takes no step."""
-    n = cfg.d_head // 2 // 2
-    freqs = [ROTARY_BASE ** (-i / max(n - 1, 1)) for i in range(n)]
-    scale = cfg.scale_wide if wide else cfg.scale_narrow
-    windows = [row.long if wide else row.short for row in cfg.stages[:stage + 1]]
-    for before, here in zip(windows, windows[1:]):
-        if here != before:
-            freqs, scale = yarn(freqs, scale, before, here)
-    return freqs, scale
 
 
 # ======== 10. Graphs ============================================================ budget 150 ====
@@ -3087,7 +3083,8 @@ def make(cfg, comm, device, ops=None):
     model = Model(cfg, device, ops, (comm.rank, comm.world))
     return model, Optimizer(param_table(model, cfg), comm, n_micro=cfg.n_micro, anvil_lr=cfg.anvil_lr,
                             anvil_wd=cfg.anvil_wd, adam_lr=cfg.adam_lr, adam_wd=cfg.adam_wd,
-                            adam_eps=cfg.adam_eps, averages=AVERAGES, ops=ops)
+                            adam_eps=cfg.adam_eps, ops=ops,
+                            averages=[(row[0].split(), row[-1]) for row in AVERAGES])
 
 
 def memory_needed(cfg, comm):
@@ -3214,9 +3211,15 @@ class LossRing:
             yield steps, entry.tolist(), stamps
 
 
+def rotary_at(cfg, stage, wide):
+    """(frequencies, softmax scale) of a stage's wide heads, which follow the long windows, or narrow ones."""
+    windows = [row.long if wide else row.short for row in cfg.stages[:stage + 1]]
+    return Model.frequencies(cfg.d_head // 2 // 2, cfg.scale_wide if wide else cfg.scale_narrow, windows)
+
+
 def view_at(cfg, stage, device, n_positions, long=None, block=None):
     """View of a stage for streams of n_positions tokens; `long` and `block` replace its long window and the
-    pointer's block."""
+    pointer's block, and change no table."""
     (narrow, scale_narrow), (wide, scale_wide) = (rotary_at(cfg, stage, wide) for wide in (False, True))
     scales = (torch.tensor(x, device=device) for x in (scale_narrow, scale_wide))
     return View(cfg.stages[stage].short, long or cfg.stages[stage].long, block or cfg.pointer_block, *scales,
