@@ -1461,7 +1461,7 @@ def equalise(u, energy):
     return u * (gain * before / after.clamp(min=LANE_FLOOR)).type_as(u)
 
 
-def anvil_apply(p, lo, u, slow, energy, *, lr, wd):
+def anvil_apply(p, lo, u, slow, energy, lr, *, wd):
     """Take lr times u, equalised, off the weights p; decay those that the slow rail pulls the same way [6].
 
     p, u, slow: (N, R, C); lo: int16, the low bits of p's master, or None; energy: see equalise; lr: () or
@@ -1501,8 +1501,8 @@ def _anvil_apply_example(rand, size):
     """Weights with a master, a learning rate for every matrix."""
     p = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_PART, EXAMPLE_PART).bfloat16()
     lr, energy = rand(len(p), 1, 1).float() / EXAMPLE_PART, rand(len(p), EXAMPLE_PART, 1).float().square()
-    return (p, torch.zeros_like(p, dtype=torch.int16), rand(*p.shape), rand(*p.shape).float(), energy), {
-        "lr": lr, "wd": lr.mean()}
+    return (p, torch.zeros_like(p, dtype=torch.int16), rand(*p.shape), rand(*p.shape).float(), energy, lr), {
+        "wd": lr.mean()}
 
 
 def _adam_step_example(rand, size):
@@ -1693,7 +1693,7 @@ class Anvil:
         fast, slow, energy = (state[name] for name in ("fast", "slow", "energy"))
         u = cascade(self.ops.anvil_momentum(g, fast, slow, beta=beta, blend=blend, mu=mu, share=self.share,
                                             dtype=p.dtype))
-        self.ops.anvil_apply(p, state.get("lo"), u, slow, energy, lr=rate * lr_mul,
+        self.ops.anvil_apply(p, state.get("lo"), u, slow, energy, rate * lr_mul,
                              wd=self.wd * rate * row.wd_mul)
 
 

@@ -17,7 +17,7 @@ from conftest import ROOT, SCRIPT, bare_env, command, docs, losses, read_log, ru
 N_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not N_GPUS, reason="no GPU")]
 two_gpus = pytest.mark.skipif(N_GPUS < 2, reason=f"{N_GPUS} GPU, the test needs 2")
-NAMES = ("attention", "add_rows", "loss_rows", "heads", "relu2", "smear", "signed_sum", "key_offset", "exclude_self",
+NAMES = ("attention", "add_rows", "loss_rows", "heads", "relu2", "smear", "mix", "signed_sum", "key_offset", "exclude_self",
          "anvil_momentum", "anvil_apply", "adam_step", "ngrams", "row_event")
 
 
@@ -139,7 +139,7 @@ def test_every_row_is_tested(tg):
     assert set(NAMES) == set(tg.FAST)
 
 
-@pytest.mark.parametrize("name", ("heads", "relu2", "smear", "signed_sum", "key_offset", "exclude_self", "loss_rows", "ngrams"))
+@pytest.mark.parametrize("name", ("heads", "relu2", "smear", "mix", "signed_sum", "key_offset", "exclude_self", "loss_rows", "ngrams"))
 def test_one_compilation_serves_every_length(tg, name, monkeypatch):
     """T differs from stage to stage; a second compilation would fall on the clock."""
     torch._dynamo.reset()            # what other tests compiled would be used again
