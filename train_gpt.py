@@ -9,15 +9,15 @@ which state of the script, stands in records/.
 
 Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each section:
 
-    1  Config        250   every setting of a run, the presets, the command line
-    2  Host          495   ranks and collectives, the log, the clock, how all ranks stop when one fails
-    3  Numbers        45   number formats; the registry of fast replacements
-    4  Kernels       880   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
-    5  Ops            20   names for what the model uses of section 4
-    6  Model         430   the layer table, the weights, the forward pass, the optimizer's parameter table
-    7  Optimizers     95   ANVIL and Adam over all tensors, and how their work is spread over the ranks
-    8  Data          490   token shards: reading, checking, packing documents; targets; the worker thread
-    9  Schedules     100   stages, rates, windows, classes and targets as pure functions of the step
+     1  Config         270   every setting of a run, the presets, the command line
+     2  Host           500   ranks and collectives, the log, the clock, how all ranks stop when one fails
+     3  Numbers         45   number formats; the registry of fast replacements
+     4  Kernels      1,350   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
+     5  Ops             20   names for what the model uses of section 4
+     6  Model          415   the layer table, the weights, the forward pass, the optimizer's parameter table
+     7  Optimizers     120   ANVIL and Adam over all tensors, and how their work is spread over the ranks
+     8  Data           475   token shards: reading, checking, packing documents; targets; the worker thread
+     9  Schedules       90   stages, rates, windows, classes and targets as pure functions of the step
     10 Graphs        150   what is done once before the clock starts: compiling, memory, warm-up
     11 Train         380   validation, the timed loop, main
 
@@ -78,7 +78,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-# ======== 1. Config ============================================================== budget 250 ====
+# ======== 1. Config ============================================================== budget 270 ====
 # Every setting of a run is a field of Config; a preset is a Config; the command line is
 # `[preset] [key=value ...]` and nothing else is read, no environment variable but torchrun's.
 # Numbers that follow from other numbers are properties, so they cannot disagree.
@@ -281,47 +281,48 @@ def value_of(name, text, default):
 
 def check_config(cfg):
     """Refuse settings that cannot work together, naming both numbers."""
-    for name in ("runs", "n_sched", "n_micro", "val_tokens", "val_seq", "val_long", "top_k", "d_head",
-                 "d_mlp", "p_early", "p_middle", "p_late", "mu_rise", "mu_fall", "val_pointer_block",
-                 "join_limit_s", "start_limit_s", "step_limit_s"):
-        if getattr(cfg, name) < 1:
-            raise Refusal(f"{name}={getattr(cfg, name)}: want at least 1.")
-    for name in ("p_early", "p_middle", "p_late"):
-        if getattr(cfg, name) > VOCAB_PADDED:
-            raise Refusal(f"{name}={getattr(cfg, name)}: want at most {VOCAB_PADDED}, the number of classes.")
-    if cfg.top_k > VOCAB:
-        raise Refusal(f"top_k={cfg.top_k}: want at most {VOCAB}, the number of tokens.")
+    least = dict.fromkeys(("stop", "val_every", "seed", "ngram_rows", "pointer_block"), 0) | dict.fromkeys(
+        ("runs", "n_sched", "n_micro", "val_tokens", "val_seq", "val_long", "top_k", "d_head", "d_mlp",
+         "p_early", "p_middle", "p_late", "mu_rise", "mu_fall", "val_pointer_block", "join_limit_s",
+         "start_limit_s", "step_limit_s"), 1)
+    most = dict.fromkeys(("p_early", "p_middle", "p_late"), VOCAB_PADDED) | {"top_k": VOCAB}
     for f in fields(cfg):
         value = getattr(cfg, f.name)
-        if isinstance(value, float) and not math.isfinite(value):
+        if value != value or value in (math.inf, -math.inf):
             raise Refusal(f"{f.name}={value}: want a finite number.")
-    for name in ("stop", "val_every", "seed", "ngram_rows", "pointer_block"):
-        if getattr(cfg, name) < 0:
-            raise Refusal(f"{name}={getattr(cfg, name)}: want at least 0.")
+        if f.name in least and value < least[f.name]:
+            raise Refusal(f"{f.name}={value}: want at least {least[f.name]}.")
+        if f.name in most and value > most[f.name]:
+            raise Refusal(f"{f.name}={value}: want at most {most[f.name]}, all that there are.")
     if cfg.n_steps % 4 != 2:     # so that the last step is one of Adam and of the tables
         near = [s for s in range(max(1, cfg.n_sched - 8), cfg.n_sched + 9)
                 if replace(cfg, n_sched=s).n_steps % 4 == 2]
         below, above = [s for s in near if s < cfg.n_sched][-1:], [s for s in near if s > cfg.n_sched][:1]
         raise Refusal(f"n_sched={cfg.n_sched} makes {cfg.n_steps} steps; their number must be 2 mod 4. "
                       f"Take n_sched={' or '.join(str(s) for s in below + above)}.")
-    if cfg.val_tokens % cfg.val_seq:
-        raise Refusal(f"val_tokens={cfg.val_tokens} is no multiple of val_seq={cfg.val_seq}. "
-                      f"Take val_tokens={max(1, cfg.val_tokens // cfg.val_seq) * cfg.val_seq}.")
-    if cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model % 12:
-        raise Refusal(f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, "
-                      f"n_heads even, d_head a multiple of 4, d_model a multiple of 12.")
-    if more := cfg.ngram_rows % ROWS_MULTIPLE:
-        raise Refusal(f"ngram_rows={cfg.ngram_rows}: want a multiple of {ROWS_MULTIPLE}, or 0 for no table. "
-                      f"Take ngram_rows={cfg.ngram_rows + ROWS_MULTIPLE - more}.")
-    if not 0 <= cfg.cooldown_from < 1:
-        raise Refusal(f"cooldown_from={cfg.cooldown_from}: want at least 0 and less than 1.")
-    if cfg.dtype not in ("fp32", "bf16"):
-        raise Refusal(f"dtype={cfg.dtype}: want fp32 or bf16.")
-    if cfg.save and cfg.runs > 1:
-        raise Refusal(f"save={cfg.save} with runs={cfg.runs}: the file holds the weights of one run. "
-                      f"Take runs=1.")
-    if bool(cfg.load) != bool(cfg.sample):
-        raise Refusal("load=FILE and sample=TEXT go together: the weights in the file continue the text.")
+    more = cfg.ngram_rows % ROWS_MULTIPLE
+    odd = [stage.T for stage in cfg.stages if stage.T * cfg.t_factor < 1 or stage.T * cfg.t_factor % 1]
+    for wrong, text in (
+        (cfg.val_tokens % cfg.val_seq,
+         f"val_tokens={cfg.val_tokens} is no multiple of val_seq={cfg.val_seq}. "
+         f"Take val_tokens={max(1, cfg.val_tokens // cfg.val_seq) * cfg.val_seq}."),
+        (cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model % 12,
+         f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, n_heads even, "
+         f"d_head a multiple of 4, d_model a multiple of 12."),
+        (more, f"ngram_rows={cfg.ngram_rows}: want a multiple of {ROWS_MULTIPLE}, or 0 for no table. "
+               f"Take ngram_rows={cfg.ngram_rows + ROWS_MULTIPLE - more}."),
+        (odd, f"t_factor={cfg.t_factor}: T={[*odd, 0][0]} times it is no positive whole number. "
+              f"Take a power of two, like 0.5."),
+        (not 0 <= cfg.cooldown_from < 1,
+         f"cooldown_from={cfg.cooldown_from}: want at least 0 and less than 1."),
+        (cfg.dtype not in ("fp32", "bf16"), f"dtype={cfg.dtype}: want fp32 or bf16."),
+        (cfg.save and cfg.runs > 1,
+         f"save={cfg.save} with runs={cfg.runs}: the file holds the weights of one run. Take runs=1."),
+        (bool(cfg.load) != bool(cfg.sample),
+         "load=FILE and sample=TEXT go together: the weights in the file continue the text."),
+    ):
+        if wrong:
+            raise Refusal(text)
 
 
 def parse(argv):
@@ -343,15 +344,11 @@ def parse(argv):
         changes[name] = value_of(name, text, getattr(cfg, name))
     cfg = replace(cfg, **changes)
     check_config(cfg)
-    odd = [stage.T for stage in cfg.stages if stage.T * cfg.t_factor < 1 or stage.T * cfg.t_factor % 1]
-    if odd:
-        raise Refusal(f"t_factor={cfg.t_factor}: T={odd[0]} times it is no positive whole number. "
-                      f"Take a power of two, like 0.5.")
     scaled = tuple(replace(stage, T=int(stage.T * cfg.t_factor)) for stage in cfg.stages)
     return replace(cfg, stages=scaled)   # frozen: nothing changes a setting after this line
 
 
-# ======== 2. Host ============================================================== budget 495 ====
+# ======== 2. Host ============================================================== budget 500 ====
 # The only door to the outside: environment, processes, time, the log. One rank is no special case, its
 # collectives are copies. Invariants:
 # (1) All ranks issue the same collectives in the same order; no other thread than the main one issues any.
@@ -364,6 +361,7 @@ GRACE_S = 3.0            # how long a failing rank waits for rank 0 to write the
 LAST_RESORT_S = 10.0     # a failing rank ends after this, whatever blocks it
 SHOW_S = 0.5             # at most one step line per half second goes to the terminal
 SAMPLE_MS = 500          # between two readings of a GPU's clock, power and temperature
+SAMPLED = ("gpu_sm_mhz", "gpu_power_w", "gpu_temp_c")
 MS = 1000
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_NAMES = (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT")   # what torchrun sets
@@ -590,6 +588,12 @@ class Telemetry:
                 with contextlib.suppress(ValueError):        # a driver may say [N/A]
                     self.samples.append((self.clock.now(), uuids.index(uuid), *map(float, numbers)))
 
+    def summary(self):
+        """Footer lines on the GPUs while the clock ran, n/a without samples."""
+        columns = list(zip(*self.samples))[2:] or [()] * len(SAMPLED)
+        return [f"{name}: mean {np.mean(x):.0f}, least {min(x):.0f}, most {max(x):.0f}" if x else f"{name}: n/a"
+                for name, x in zip(SAMPLED, columns)]
+
     def end(self):
         """No more samples."""
         if self.child is not None:
@@ -642,8 +646,13 @@ class Log:
             self.lines.append(text)
         if not often or time.monotonic() - self.shown > SHOW_S:
             self.shown = time.monotonic()
-            with contextlib.suppress(OSError):   # a terminal that is gone costs the line, not the run
-                print(text, flush=True)
+            self.show(text)
+
+    @staticmethod
+    def show(text):
+        """Text for the terminal; one that is gone costs the line, not the run."""
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
 
     def phase(self, name):
         """One line with the seconds that a phase of the start took, from the end of the one before."""
@@ -806,11 +815,6 @@ class Guard:
                           f"step_limit_s=N (before the first step start_limit_s=N) gives more time")
 
 
-def say(text):
-    """Text for the terminal that belongs to no log."""
-    sys.stdout.write(f"{text}\n")
-
-
 def told(default, *query):
     """What a program prints for a query, or the default where there is none or it fails."""
     try:
@@ -888,7 +892,7 @@ def references():
     return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
 
 
-# ======== 4. Kernels ============================================================ budget 880 ====
+# ======== 4. Kernels ========================================================== budget 1,350 ====
 # Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
 # the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
 # tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
@@ -1262,11 +1266,27 @@ def turns(freqs, n_positions, n_still, device):
     return torch.cat((turning, turning.new_tensor((1.0, 0.0)).expand(n_positions, n_still, 2)), 1)[:, None]
 
 
-def rotary_tables(narrow, wide, n_positions, device):
-    """Tables, see rotate, for the frequencies of narrow heads, of pairs of them, and of wide heads."""
-    doubled = turns(narrow, 2 * n_positions, 0, device)
-    return {"turn_narrow": doubled[:n_positions], "turn_paired": doubled.view(n_positions, 2, -1, 2),
-            "turn_wide": turns(wide, n_positions, len(wide), device)}
+@dataclass(frozen=True)
+class View:
+    """What attention and pointer know of a stage: windows and block in tokens; softmax scales (); rotary
+    tables (see rotate). Paired heads are narrow ones whose table has two places a token."""
+    short: int
+    long: int
+    pointer_block: int
+    scale_narrow: Tensor
+    scale_wide: Tensor
+    turn_narrow: Tensor
+    turn_paired: Tensor
+    turn_wide: Tensor
+
+    @classmethod
+    def of(cls, sizes, short, long, n_positions, device):
+        """sizes: short, long, pointer_block. short, long: what rotary takes for narrow and wide heads."""
+        (narrow, scale_narrow), (wide, scale_wide) = rotary(*short), rotary(*long)
+        scales = (torch.tensor(x, device=device) for x in (scale_narrow, scale_wide))
+        doubled = turns(narrow, 2 * n_positions, 0, device)
+        return cls(*sizes, *scales, doubled[:n_positions], doubled.view(n_positions, 2, -1, 2),
+                   turns(wide, n_positions, len(wide), device))
 
 
 def heads_ref(qk, turn, scale):
@@ -1658,6 +1678,24 @@ FAST["row_event"] = Fast("reorder", row_event_ref, row_event, _row_event_example
 TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
 
 
+@dataclass(frozen=True)
+class ParamRow:
+    """How the optimizer treats one parameter.
+
+    kind     bank: ANVIL, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank. shared:
+             Adam, every rank has a share of the rows and is sent those it reads. lazy: likewise, but only
+             rows that have a gradient change
+    lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
+    wd_mul   factor on the weight decay
+    """
+    name: str
+    param: nn.Parameter
+    kind: str
+    lr_mul: object
+    betas: tuple
+    wd_mul: float
+
+
 def zero_state(kind, p):
     """States of a slice p, zero. Of a bank: both rails, the energy of its lanes, and lo, its master's low
     bits. Of a table: momentum m, second moment m2. Of a lazy one: m2 for each row, and last, how many events
@@ -1888,8 +1926,8 @@ class Pointer(torch.autograd.Function):
 
 LOSS_ROWS = LOSS_BLOCK           # rows of logits at once
 documents = Documents            # of a stream, made once for all layers
-turn_tables = rotary_tables      # of a stage
-frequencies = rotary             # of a stage's windows
+view = View.of                   # of a stage, once for all its steps
+param_row = ParamRow             # of a parameter: how it is trained
 lookup = Lookup.apply            # rows of a table
 pointer = Pointer.apply          # what is copied of a token
 copies = Pointer.last            # what is copied of all tokens behind a stream
@@ -1897,7 +1935,7 @@ softcap_loss = SoftcapLoss.of    # of a stream
 chances = SoftcapLoss.chances    # of all tokens behind a stream
 
 
-# ======== 6. Model ============================================================== budget 430 ====
+# ======== 6. Model ============================================================== budget 415 ====
 # The network: a table with one row per layer, the weights, the forward pass over one flat stream, and one
 # row per parameter that tells the optimizer how to treat it. Nothing here knows the step, the world size
 # or the optimizer. Matrices of one kind and shape lie in one bank (N, R, C), N padded to a multiple of 8, so
@@ -1978,38 +2016,6 @@ def gate_lanes(second):
     return lanes if second else [("gram", START), *lanes]
 
 
-@dataclass(frozen=True)
-class View:
-    """What attention knows of a stage: windows in tokens; softmax scales (); rotary tables (see rotate).
-    Paired heads are narrow ones whose table has two places a token."""
-    short: int
-    long: int
-    pointer_block: int
-    scale_narrow: Tensor
-    scale_wide: Tensor
-    turn_narrow: Tensor
-    turn_paired: Tensor
-    turn_wide: Tensor
-
-
-@dataclass(frozen=True)
-class ParamRow:
-    """How the optimizer treats one parameter.
-
-    kind     bank: ANVIL, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank. shared:
-             Adam, every rank has a share of the rows and is sent those it reads. lazy: likewise, but only
-             rows that have a gradient change
-    lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
-    wd_mul   factor on the weight decay
-    """
-    name: str
-    param: nn.Parameter
-    kind: str
-    lr_mul: object
-    betas: tuple
-    wd_mul: float
-
-
 def padded(n):
     """n, rounded up so that every legal world size divides it."""
     return -(-n // BANK_MULTIPLE) * BANK_MULTIPLE
@@ -2034,7 +2040,7 @@ class Model(nn.Module):
     half-width v the leading rows of V and columns of O; the others rest at zero gradient.
     part = (i, n): w_value and w_gram are the i-th of n shares of their rows. near: {name: Rows} that are at
     hand in place of such a table, see Optimizer.pull."""
-    turn_tables, frequencies = staticmethod(turn_tables), staticmethod(frequencies)    # for a View
+    view = staticmethod(view)
 
     def __init__(self, cfg, device, ops=None, part=(0, 1)):
         super().__init__()
@@ -2307,7 +2313,7 @@ PARAMS = (                   # parameters with the same settings, those sent fir
 def param_table(model, cfg):
     """One ParamRow for every parameter of the model."""
     absent = ("w_gram",) * (not model.ngram_rows) + POINTER * (not model.has_pointer)
-    rows = {name: ParamRow(name, getattr(model, name), *rest)
+    rows = {name: param_row(name, getattr(model, name), *rest)
             for names, *rest in PARAMS for name in names.split() if name not in absent}
     # The factor max(1, R / C) ** 0.5 of [1] for tall matrices, and down learns twice as fast as up [4]
     up = max(1.0, cfg.d_mlp / cfg.d_model) ** 0.5
@@ -2320,18 +2326,16 @@ def param_table(model, cfg):
     return list(rows.values())
 
 
-# ======== 7. Optimizers ========================================================= budget 95 ====
+# ======== 7. Optimizers ======================================================== budget 120 ====
 # ANVIL [2] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
 # (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
 # (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
 # (3) A rank updates only its own slice of a bank or table, then sends it to all; small parameters live in
 #     one flat vector that every rank updates alike. So all ranks hold equal weights of these after a step.
-# (4) These, their gradients and all states stay at their addresses for the whole run.
-# (5) A zero gradient gives a zero update; decay remains.
-# (6) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before the step, their
-#     gradients go to the owners after it, who keep them until the next event of the tables.
-# (7) While head and embedding are tied, the head takes both gradients, the embedding its weights and, when
-#     they part, its states.
+# (4) These, their gradients and all states keep their addresses. A zero gradient gives a zero update.
+# (5) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before, their gradients
+#     go to the owners after it, who keep them until the next event of the tables.
+# (6) Tied, the head takes both gradients, the embedding the head's weights and, when they part, its states.
 
 TIED = ("w_head", "w_embed")
 TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
@@ -2386,9 +2390,9 @@ class Optimizer:
     def step(self, step, pace):
         """Reduce the gradients, update, send the weights, move the averages."""
         adam, (head, embed) = step % 2 == 1, TIED
-        tables = [row for row in self.tables if not (pace.tied and row.name == embed)]
-        sharded = self.banks + tables if adam else self.banks
         w = {row.name: row.param for row in self.tables}
+        alone = [row for row in self.tables if not (pace.tied and row.name == embed)]
+        sharded = self.banks + alone if adam else self.banks
         if adam and pace.tied:
             w[head].grad += w[embed].grad
             w[embed].grad.zero_()
@@ -2441,7 +2445,7 @@ class Optimizer:
         self.averages.begun.clear()
 
 
-# ======== 8. Data =============================================================== budget 490 ====
+# ======== 8. Data =============================================================== budget 475 ====
 # Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
 # All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
 # skipped. What a micro-batch holds is a function of its number in the run alone: not of the rank, the world
@@ -2686,27 +2690,13 @@ def doc_starts(tokens):
     return np.maximum.accumulate(np.where(tokens == BOS, position, 0))
 
 
-def validation_tokens(cfg):
-    """The first val_tokens + 1 tokens of the validation files: uint16."""
-    shards = [open_shard(path) for path in files_of(cfg.val_files, "val_files")]
-    return np.concatenate([shard[:cfg.val_tokens + 1] for shard in shards])[:cfg.val_tokens + 1]
-
-
-def unigram_loss(cfg):
-    """Cross-entropy of the validation targets under the frequencies of the first million training tokens,
-    each count plus one. A model below this number makes use of context."""
-    train = open_shard(files_of(cfg.train_files, "train_files")[0])[:CHECK_TOKENS]
-    targets = validation_tokens(cfg)[1:]
-    counts = np.bincount(train, minlength=VOCAB) + 1.0
-    return -float(np.log(counts / counts.sum())[targets].mean())
-
-
 def read_validation(cfg, comm, vocabulary):
     """This rank's validation streams: [batch, ...] as Model.forward takes them, on the CPU, in order.
 
     Stream i of val_tokens / val_seq goes to rank i mod world. Streams do not begin at a document's start.
     Every rank gets the same number, some perhaps an empty one at the end."""
-    flat, streams = validation_tokens(cfg), []
+    shards = [open_shard(path) for path in files_of(cfg.val_files, "val_files")]
+    flat, streams = np.concatenate([x[:cfg.val_tokens + 1] for x in shards])[:cfg.val_tokens + 1], []
     rounds = -(-(cfg.val_tokens // cfg.val_seq) // comm.world)
     for i in range(comm.rank, rounds * comm.world, comm.world):
         piece = flat[i * cfg.val_seq:(i + 1) * cfg.val_seq + 1]
@@ -2930,7 +2920,7 @@ class Loader:
         return list(zip(*on_device))
 
 
-# ======== 9. Schedules ========================================================== budget 100 ====
+# ======== 9. Schedules =========================================================== budget 90 ====
 # What changes during a run, as pure functions of (cfg, step): no tensor, no rank, no state. Steps count
 # from 0. Stage boundaries are in section 1 (Config.stage_ends), since the command line is checked against
 # them; everything here follows from them.
@@ -2983,11 +2973,9 @@ def event_at(cfg, step):
 
 
 def ticks_at(cfg, step):
-    """How far each row of AVERAGES moves towards the weights after a step, 0 to 1.
-
-    It begins `window` steps before the end and moves after the steps s with s mod every = phase, and after
-    the `last` ones. A folded rate is that of one step: the window's first step begins the average, a later
-    one stands for two and the very last one for one. A shorter run has shorter windows and higher rates."""
+    """How far each row of AVERAGES moves towards the weights after a step: begun `window` steps before the
+    end, after the steps s with s mod every = phase and the `last` ones. A folded rate is that of one step:
+    the window's first step begins the average, a later one stands for two, the very last for one."""
     rates, left = [], cfg.n_steps - 1 - step
     for _, window, every, phase, last, rate, folded, _ in AVERAGES:
         begin, rate = cfg.n_steps - window * cfg.shrink, min(rate / cfg.shrink, 1.0)
@@ -3030,6 +3018,7 @@ def plan_at(cfg, step):
 
 SYNTHETIC_STRIDE = 7919       # prime: the ids walk through the whole vocabulary
 GIB = 1 << 30
+COMPILED_WIDTHS = 64          # of one function, over all runs of a process
 SHIFTS = 16                   # so many halvings of a setting are tried until it fits
 
 
@@ -3048,6 +3037,7 @@ def pick(switch):
 def compiled(row, backend="inductor"):
     """row.fast through the compiler, with the length of the first argument open, all other sizes fixed."""
     torch._dynamo.config.automatic_dynamic_shapes = False    # a second width compiles anew, it opens nothing
+    torch._dynamo.config.recompile_limit = COMPILED_WIDTHS
     built = torch.compile(row.fast, fullgraph=True, backend=backend)
 
     def call(*xs, **settings):
@@ -3168,7 +3158,7 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
     tell("validation")
 
 
-# ======== 11. Train ============================================================= budget 380 ====
+# ======== 11. Train ============================================================= budget 365 ====
 # A run from the command line to the last line of the log. Invariants:
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.
@@ -3211,19 +3201,13 @@ class LossRing:
             yield steps, entry.tolist(), stamps
 
 
-def rotary_at(cfg, stage, wide):
-    """(frequencies, softmax scale) of a stage's wide heads, which follow the long windows, or narrow ones."""
-    windows = [row.long if wide else row.short for row in cfg.stages[:stage + 1]]
-    return Model.frequencies(cfg.d_head // 2 // 2, cfg.scale_wide if wide else cfg.scale_narrow, windows)
-
-
 def view_at(cfg, stage, device, n_positions, long=None, block=None):
     """View of a stage for streams of n_positions tokens; `long` and `block` replace its long window and the
-    pointer's block, and change no table."""
-    (narrow, scale_narrow), (wide, scale_wide) = (rotary_at(cfg, stage, wide) for wide in (False, True))
-    scales = (torch.tensor(x, device=device) for x in (scale_narrow, scale_wide))
-    return View(cfg.stages[stage].short, long or cfg.stages[stage].long, block or cfg.pointer_block, *scales,
-                **Model.turn_tables(narrow, wide, n_positions, device))
+    pointer's block, and change no table. Narrow heads follow the short windows, wide ones the long."""
+    rows, n = cfg.stages[:stage + 1], cfg.d_head // 2 // 2
+    return Model.view((rows[-1].short, long or rows[-1].long, block or cfg.pointer_block),
+                      (n, cfg.scale_narrow, [row.short for row in rows]),
+                      (n, cfg.scale_wide, [row.long for row in rows]), n_positions, device)
 
 
 def tokens_until(cfg, step):
@@ -3419,13 +3403,6 @@ def save_weights(run):
         run.log.line(f"saved: {run.cfg.save}")
 
 
-def telemetry_lines(samples):
-    """Footer lines on the GPUs while the clock ran, n/a without samples."""
-    names, columns = ("gpu_sm_mhz", "gpu_power_w", "gpu_temp_c"), list(zip(*samples))[2:] or [(), (), ()]
-    return [f"{name}: " + (f"mean {np.mean(x):.0f}, least {min(x):.0f}, most {max(x):.0f}" if x else "n/a")
-            for name, x in zip(names, columns)]
-
-
 def footer(run, val_loss):
     """The summary of a complete run, one `key: value` a line."""
     cfg, comm = run.cfg, run.comm
@@ -3445,7 +3422,6 @@ def footer(run, val_loss):
     for text in (
         "---",
         f"val_loss: {val_loss:.6f}",
-        f"val_unigram: {unigram_loss(cfg):.6f}",
         f"train_s: {train_s:.3f}",
         f"train_s_spread: {spread:.6f}",
         f"ms_per_step: {MS * train_s / cfg.n_run:.2f}",
@@ -3458,7 +3434,7 @@ def footer(run, val_loss):
         f"cold_start_s: {f'{run.cold_start_s:.1f}' if run.cold_start_s else 'n/a, not the first run'}",
         f"compiled_on_clock: {n_new}",
         f"peak_gpu_mib: {torch.cuda.max_memory_allocated() // MIB if comm.device.type == 'cuda' else 'n/a'}",
-        *telemetry_lines(run.telemetry.samples),
+        *run.telemetry.summary(),
     ):
         run.log.line(text)
 
@@ -3510,7 +3486,7 @@ def main(argv=None):
     try:
         cfg, comm = open_run(sys.argv[1:] if argv is None else argv)
         if cfg.sample:
-            return say(continuation(cfg))
+            return Log.show(continuation(cfg))
     except Refusal as e:
         sys.exit(f"FAILED: {e}")
     guard = Guard(comm, cfg.start_limit_s)
