@@ -891,7 +891,7 @@ except ImportError:
     triton = tl = TensorDescriptor = Missing
 
 # Two copies of this file can be imported under two names, so each has a library of its own.
-LIBRARY = torch.library.Library("speedrun_" + re.sub(r"\W", "_", __name__), "FRAGMENT")
+LIBRARY = torch.library.Library("speedrun_" + re.sub(r"\W", "_", __name__), "DEF")
 ANYWHERE = "CompositeExplicitAutograd"   # the device of an op: a GPU, or a CPU under Triton's interpreter
 
 
@@ -1115,7 +1115,7 @@ def _attention_dkv_kernel(q, k, v, dy, dk, dv, lse, delta, ends_ptr, T, window, 
     j = first + tl.arange(0, J)
     high = _high(ends_ptr, j, T, window, PLACES)
     highest = _high(ends_ptr, first + J - 1, T, window, PLACES)
-    inside = _high(ends_ptr, first, T, window, PLACES)              # up to here the first key is seen
+    inside = _high(ends_ptr, first, T, window, PLACES)   # up to here queries see the first key
     k_tile = _held(k, k_pitch, first, h, T, PLACES, J, E)
     v_tile = _held(v, v_pitch, first, h, T, PLACES, J, E_V)
     dk_acc, dv_acc = tl.zeros((J, E), tl.float32), tl.zeros((J, E_V), tl.float32)
@@ -1200,8 +1200,8 @@ def attention_grad_into(dy, q, k, v, y, lse, *, start, ends, window, pairs, dq, 
     shapes   as in attention_into; dq, dk, dv like q, k, v, any distance from token to token; ends: (T,)
     dtypes   those of q, k, v; s, p, ds and sums in fp32, p and ds rounded for the products
     tiling   dq: as forward, by ATTN_DQ; it leaves delta behind. dk and dv: J keys of one stream a program,
-             over the tiles of I queries between itself and high(last), by ATTN_DKV, with s transposed, so that
-             p and ds are left operands in registers
+             over the tiles of I queries between itself and high(last), by ATTN_DKV, with s transposed: p and ds
+             are left operands in registers
     kind     reorder; attention_ref
     source   ours, after FlashAttention: T. Dao, arXiv 2307.08691
     """
