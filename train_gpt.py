@@ -1054,8 +1054,7 @@ def _high(ends_ptr, j, T, window, PLACES: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
 def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, PLACES: tl.constexpr,
                       I: tl.constexpr, J: tl.constexpr, E: tl.constexpr, E_V: tl.constexpr,
-                      MASK_ALL: tl.constexpr = False, LOG2E: tl.constexpr = LOG2E,
-                      LOWEST: tl.constexpr = LOWEST):
+                      LOG2E: tl.constexpr = LOG2E, LOWEST: tl.constexpr = LOWEST):
     first, h = tl.program_id(0) * I, tl.program_id(1)
     i = first + tl.arange(0, I)
     low = _low(start_ptr, i, T, window, PLACES)
@@ -1066,7 +1065,7 @@ def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, PLAC
     top = tl.full((I,), LOWEST, tl.float32)
     for start in range(lowest // J * J, tl.minimum(first + I, T), J):
         s = tl.dot(q_tile, _tile(k, start, h, PLACES, J, E).T)
-        edge = (start < inside) | (start + J > first) | MASK_ALL
+        edge = (start < inside) | (start + J > first)
         if edge:
             j = start + tl.arange(0, J)
             s = tl.where((j[None, :] >= low[:, None]) & (j[None, :] <= i[:, None]), s, float("-inf"))
@@ -1082,7 +1081,7 @@ def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, PLAC
 @triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
 def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, window, lse_pitch,
                          PLACES: tl.constexpr, I: tl.constexpr, J: tl.constexpr, E: tl.constexpr,
-                         E_V: tl.constexpr, MASK_ALL: tl.constexpr = False, LOG2E: tl.constexpr = LOG2E):
+                         E_V: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
     first, h = tl.program_id(0) * I, tl.program_id(1)
     i = first + tl.arange(0, I)
     low = _low(start_ptr, i, T, window, PLACES)
@@ -1098,7 +1097,7 @@ def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, w
         s = tl.dot(q_tile, k_tile.T)
         dp = tl.dot(dy_tile, _tile(v, start, h, PLACES, J, E_V).T)
         p = tl.exp2(s * LOG2E - lse[:, None])
-        edge = (start < inside) | (start + J > first) | MASK_ALL
+        edge = (start < inside) | (start + J > first)
         if edge:
             j = start + tl.arange(0, J)
             p = tl.where((j[None, :] >= low[:, None]) & (j[None, :] <= i[:, None]), p, 0.0)
@@ -1110,7 +1109,7 @@ def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, w
 @triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
 def _attention_dkv_kernel(q, k, v, dy, dk, dv, lse, delta, ends_ptr, T, window, lse_pitch, k_pitch, v_pitch,
                           PLACES: tl.constexpr, I: tl.constexpr, J: tl.constexpr, E: tl.constexpr,
-                          E_V: tl.constexpr, MASK_ALL: tl.constexpr = False, LOG2E: tl.constexpr = LOG2E):
+                          E_V: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
     first, h = tl.program_id(0) * J, tl.program_id(1)
     j = first + tl.arange(0, J)
     high = _high(ends_ptr, j, T, window, PLACES)
@@ -1123,7 +1122,7 @@ def _attention_dkv_kernel(q, k, v, dy, dk, dv, lse, delta, ends_ptr, T, window, 
         q_tile, dy_tile = _tile(q, start, h, PLACES, I, E), _tile(dy, start, h, PLACES, I, E_V)
         s = tl.dot(k_tile, q_tile.T)                                # (J, I), and so the others
         p = tl.exp2(s * LOG2E - lse.load([h * lse_pitch + start])[None, :])
-        edge = (start < first + J) | (start + I > inside + 1) | MASK_ALL
+        edge = (start < first + J) | (start + I > inside + 1)
         if edge:
             i = start + tl.arange(0, I)
             p = tl.where((i[None, :] >= j[:, None]) & (i[None, :] <= high[:, None]), p, 0.0)
@@ -1200,8 +1199,8 @@ def attention_grad_into(dy, q, k, v, y, lse, *, start, ends, window, pairs, dq, 
     shapes   as in attention_into; dq, dk, dv like q, k, v, any distance from token to token; ends: (T,)
     dtypes   those of q, k, v; s, p, ds and sums in fp32, p and ds rounded for the products
     tiling   dq: as forward, by ATTN_DQ; it leaves delta behind. dk and dv: J keys of one stream a program,
-             over the tiles of I queries between itself and high(last), by ATTN_DKV, with s transposed: p and ds
-             are left operands in registers
+             over the tiles of I queries between itself and high(last), by ATTN_DKV, with s transposed: p and
+             ds are left operands in registers
     kind     reorder; attention_ref
     source   ours, after FlashAttention: T. Dao, arXiv 2307.08691
     """
