@@ -10,16 +10,16 @@ which state of the script, stands in records/.
 Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each section:
 
      1  Config         270   every setting of a run, the presets, the command line
-     2  Host           500   ranks and collectives, the log, the clock, how all ranks stop when one fails
+     2  Host           505   ranks and collectives, the log, the clock, how all ranks stop when one fails
      3  Numbers         45   number formats; the registry of fast replacements
-     4  Kernels      1,350   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
+     4  Kernels      1,380   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
      5  Ops             20   names for what the model uses of section 4
      6  Model          415   the layer table, the weights, the forward pass, the optimizer's parameter table
      7  Optimizers     120   ANVIL and Adam over all tensors, and how their work is spread over the ranks
      8  Data           475   token shards: reading, checking, packing documents; targets; the worker thread
      9  Schedules       90   stages, rates, windows, classes and targets as pure functions of the step
-    10 Graphs        150   what is done once before the clock starts: compiling, memory, warm-up
-    11 Train         380   validation, the timed loop, main
+    10  Graphs         150   what is done once before the clock starts: compiling, memory, warm-up
+    11  Train          370   validation, the timed loop, main
 
 Three ways to read it: for the learning 1, 9, 6, 7; for the systems 2, 4, 8, 10; to run it 11 and README.md.
 
@@ -67,7 +67,7 @@ import time
 import unicodedata
 import zlib
 from dataclasses import asdict, dataclass, fields, replace
-from importlib import import_module, metadata
+from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
@@ -348,7 +348,7 @@ def parse(argv):
     return replace(cfg, stages=scaled)   # frozen: nothing changes a setting after this line
 
 
-# ======== 2. Host ============================================================== budget 500 ====
+# ======== 2. Host ============================================================== budget 505 ====
 # The only door to the outside: environment, processes, time, the log. One rank is no special case, its
 # collectives are copies. Invariants:
 # (1) All ranks issue the same collectives in the same order; no other thread than the main one issues any.
@@ -591,8 +591,8 @@ class Telemetry:
     def summary(self):
         """Footer lines on the GPUs while the clock ran, n/a without samples."""
         columns = list(zip(*self.samples))[2:] or [()] * len(SAMPLED)
-        return [f"{name}: mean {np.mean(x):.0f}, least {min(x):.0f}, most {max(x):.0f}" if x else f"{name}: n/a"
-                for name, x in zip(SAMPLED, columns)]
+        return [f"{name}: " + (f"mean {np.mean(x):.0f}, least {min(x):.0f}, most {max(x):.0f}"
+                               if x else "n/a") for name, x in zip(SAMPLED, columns)]
 
     def end(self):
         """No more samples."""
@@ -892,10 +892,44 @@ def references():
     return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
 
 
-# ======== 4. Kernels ========================================================== budget 1,350 ====
+# ======== 4. Kernels ========================================================== budget 1,380 ====
 # Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
 # the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
 # tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
+# Kernels are written in Triton and stand behind ops of one library, whose results are arguments: they go
+# where the caller wants them, nothing is copied, no op waits for the device, a graph can capture them all.
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    class Missing:
+        """In place of Triton where there is none: kernels can be read, a launch says what is missing."""
+        constexpr = None
+
+        def __init__(self, *what, **how):
+            pass
+
+        @classmethod
+        def jit(cls, kernel=None, **how):
+            return cls(kernel) if kernel else cls
+
+        def __getitem__(self, grid):
+            raise RuntimeError("this kernel needs the package triton, which is not installed: install it, or "
+                               "run with fast=none")
+
+    triton = tl = TensorDescriptor = Missing
+
+# Two copies of this file can be imported under two names, so each has a library of its own.
+LIBRARY = torch.library.Library("speedrun_" + re.sub(r"\W", "_", __name__), "DEF")
+ANYWHERE = "CompositeExplicitAutograd"   # the device of an op: a GPU, or a CPU under Triton's interpreter
+
+
+def op(name):
+    """An op of LIBRARY."""
+    return getattr(getattr(torch.ops, LIBRARY.ns), name).default
+
 
 EXAMPLE_T = {"small": 192, "record": 49_152}
 EXAMPLE_H, EXAMPLE_E, EXAMPLE_F, EXAMPLE_V = 6, 128, 2816, 50_304   # widths of the record
@@ -908,22 +942,18 @@ EXAMPLE_PART = 64            # windows are T over this; so many rows of one id; 
 
 ATTN_ROWS = {"cpu": 128, "cuda": 1024}   # queries that attention takes at once for windows up to this
 ATTN_MOST = 1024             # and at most, for any window
-VARLEN = "torch.nn.attention.varlen"
 
 
 class Documents:
     """The documents of a stream. start: (T,) int32, where in the stream each token's document begins."""
 
-    def __init__(self, start, half=None):
-        self.start, self.half = start, half      # half: the documents of which this is the doubled form
+    def __init__(self, start):
+        self.start = start
 
     @functools.cached_property
-    def bounds(self):
-        """Where the documents begin, and T: (n + 1,) int32. The host waits for the device to know n."""
-        if self.half is not None:
-            return 2 * self.half.bounds
-        begins = (~self.goes_on).nonzero()[:, 0]
-        return F.pad(begins, (0, 1), value=len(self.start)).int()
+    def ends(self):
+        """Where each token's document ends, its last place + 1: (T,) int32."""
+        return torch.searchsorted(self.start, self.start, right=True, out_int32=True)
 
     @functools.cached_property
     def goes_on(self):
@@ -934,12 +964,7 @@ class Documents:
     @functools.cached_property
     def doubled(self):
         """The same documents in a stream with two places for every token."""
-        return Documents(2 * self.start.repeat_interleave(2), half=self)
-
-    @functools.cached_property
-    def longest(self):
-        """Tokens of the longest document. The host waits, as for bounds."""
-        return 2 * self.half.longest if self.half is not None else int(self.bounds.diff().max())
+        return Documents(2 * self.start.repeat_interleave(2))
 
 
 def paired(x):
@@ -987,16 +1012,270 @@ def attention_ref(q, k, v, documents, *, window, pairs=False):
     return torch.cat(outputs)
 
 
+# A stream is what attention runs over: the tokens of one head, or the two places that a token has in a pair
+# of heads. Place i of stream h is head PLACES h + i % PLACES of token i // PLACES: kernels index it, nothing
+# is copied. Query i sees key j if low(i) <= j <= i, with low(i) = max(start, i - window); key j is seen by
+# query i if j <= i <= high(j), with high(j) = min(ends - 1, j + window). Neither bound ever decreases along a
+# stream, so those of a tile's first and last place say which tiles it meets at all, and which of them have to
+# be masked. What lies beyond T is read as zeros and masked, and not written.
+
+ATTN_FORWARD = {             # (width of q and k, of v): (queries, keys) of a tile, warps, stages, registers
+    (64, 64): (64, 64, 4, 3, None),
+    (64, 128): (64, 64, 4, 2, None),
+    (128, 128): (64, 64, 4, 2, None),
+}
+ATTN_DQ = {
+    (64, 64): (64, 64, 4, 2, None),
+    (64, 128): (64, 64, 4, 2, None),
+    (128, 128): (64, 64, 4, 2, None),
+}
+ATTN_DKV = {
+    (64, 64): (32, 64, 4, 2, None),
+    (64, 128): (32, 64, 4, 2, None),
+    (128, 128): (32, 64, 4, 2, None),
+}
+LOG2E = math.log2(math.e)    # exponentials and logarithms in kernels have base 2
+LOWEST = -1e30               # below every score; -inf would make NaN of a tile of which a row sees nothing
+TMA_BYTES = 16               # addresses and distances that descriptors can have are multiples of this
+LSE_MULTIPLE = 4             # entries of fp32, the same
+
+
+@triton.jit
+def _tile(x, first, h, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):
+    """Places [first, first + BLOCK) of stream h through the descriptor x: (BLOCK, E)."""
+    if PLACES == 1:
+        return x.load([first, h * E])
+    else:
+        return x.load([first // PLACES, h * PLACES, 0]).reshape(BLOCK, E)
+
+
+@triton.jit
+def _held(x, pitch, first, h, T, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):
+    """_tile of a left operand. Of pairs x is a pointer: registers would hold what its descriptor reads."""
+    if PLACES == 1:
+        return x.load([first, h * E])
+    else:
+        i = first + tl.arange(0, BLOCK)
+        rows = x + (i // PLACES).to(tl.int64) * pitch + (h * PLACES + i % PLACES) * E
+        return tl.load(rows[:, None] + tl.arange(0, E)[None, :], mask=(i < T)[:, None], other=0.0)
+
+
+@triton.jit
+def _put(x, value, first, h, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):
+    """Write value (BLOCK, E) to places [first, first + BLOCK) of stream h through the descriptor x."""
+    if PLACES == 1:
+        x.store([first, h * E], value.to(x.dtype))
+    else:
+        value = value.to(x.dtype).reshape(BLOCK // PLACES, PLACES, E)
+        x.store([first // PLACES, h * PLACES, 0], value)
+
+
+@triton.jit
+def _low(start_ptr, i, T, window, PLACES: tl.constexpr):
+    """The first key that query i sees."""
+    return tl.maximum(tl.load(start_ptr + tl.minimum(i, T - 1) // PLACES) * PLACES, i - window)
+
+
+@triton.jit
+def _high(ends_ptr, j, T, window, PLACES: tl.constexpr):
+    """The last query that sees key j."""
+    return tl.minimum(tl.load(ends_ptr + tl.minimum(j, T - 1) // PLACES) * PLACES - 1, j + window)
+
+
+@triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
+def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, PLACES: tl.constexpr,
+                      I: tl.constexpr, J: tl.constexpr, E: tl.constexpr, E_V: tl.constexpr,
+                      LOG2E: tl.constexpr = LOG2E, LOWEST: tl.constexpr = LOWEST):
+    first, h = tl.program_id(0) * I, tl.program_id(1)
+    i = first + tl.arange(0, I)
+    low = _low(start_ptr, i, T, window, PLACES)
+    lowest = _low(start_ptr, first, T, window, PLACES)
+    inside = _low(start_ptr, first + I - 1, T, window, PLACES)      # from here on all queries see
+    q_tile = _tile(q, first, h, PLACES, I, E)
+    total, acc = tl.zeros((I,), tl.float32), tl.zeros((I, E_V), tl.float32)
+    top = tl.full((I,), LOWEST, tl.float32)
+    for start in range(lowest // J * J, tl.minimum(first + I, T), J):
+        s = tl.dot(q_tile, _tile(k, start, h, PLACES, J, E).T)
+        edge = (start < inside) | (start + J > first)
+        if edge:
+            j = start + tl.arange(0, J)
+            s = tl.where((j[None, :] >= low[:, None]) & (j[None, :] <= i[:, None]), s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1) * LOG2E)
+        p, shrink = tl.exp2(s * LOG2E - higher[:, None]), tl.exp2(top - higher)
+        v_tile = _tile(v, start, h, PLACES, J, E_V)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None])
+        top, total = higher, total * shrink + tl.sum(p, 1)
+    tl.store(lse_ptr + h * lse_pitch + i, top + tl.log2(total), mask=i < lse_pitch)
+    _put(y, acc / total[:, None], first, h, PLACES, I, E_V)
+
+
+@triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
+def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, window, lse_pitch,
+                         PLACES: tl.constexpr, I: tl.constexpr, J: tl.constexpr, E: tl.constexpr,
+                         E_V: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
+    first, h = tl.program_id(0) * I, tl.program_id(1)
+    i = first + tl.arange(0, I)
+    low = _low(start_ptr, i, T, window, PLACES)
+    lowest = _low(start_ptr, first, T, window, PLACES)
+    inside = _low(start_ptr, first + I - 1, T, window, PLACES)
+    q_tile, dy_tile = _tile(q, first, h, PLACES, I, E), _tile(dy, first, h, PLACES, I, E_V)
+    delta = tl.sum(_tile(y, first, h, PLACES, I, E_V).to(tl.float32) * dy_tile.to(tl.float32), 1)
+    tl.store(delta_ptr + h * lse_pitch + i, delta, mask=i < lse_pitch)
+    lse = tl.load(lse_ptr + h * lse_pitch + i, mask=i < lse_pitch, other=0.0)
+    acc = tl.zeros((I, E), tl.float32)
+    for start in range(lowest // J * J, tl.minimum(first + I, T), J):
+        k_tile = _tile(k, start, h, PLACES, J, E)
+        s = tl.dot(q_tile, k_tile.T)
+        dp = tl.dot(dy_tile, _tile(v, start, h, PLACES, J, E_V).T)
+        p = tl.exp2(s * LOG2E - lse[:, None])
+        edge = (start < inside) | (start + J > first)
+        if edge:
+            j = start + tl.arange(0, J)
+            p = tl.where((j[None, :] >= low[:, None]) & (j[None, :] <= i[:, None]), p, 0.0)
+        ds = p * (dp - delta[:, None])
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc)
+    _put(dq, acc, first, h, PLACES, I, E)
+
+
+@triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
+def _attention_dkv_kernel(q, k, v, dy, dk, dv, lse, delta, ends_ptr, T, window, lse_pitch, k_pitch, v_pitch,
+                          PLACES: tl.constexpr, I: tl.constexpr, J: tl.constexpr, E: tl.constexpr,
+                          E_V: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
+    first, h = tl.program_id(0) * J, tl.program_id(1)
+    j = first + tl.arange(0, J)
+    high = _high(ends_ptr, j, T, window, PLACES)
+    highest = _high(ends_ptr, first + J - 1, T, window, PLACES)
+    inside = _high(ends_ptr, first, T, window, PLACES)   # up to here queries see the first key
+    k_tile = _held(k, k_pitch, first, h, T, PLACES, J, E)
+    v_tile = _held(v, v_pitch, first, h, T, PLACES, J, E_V)
+    dk_acc, dv_acc = tl.zeros((J, E), tl.float32), tl.zeros((J, E_V), tl.float32)
+    for start in range(first // I * I, highest + 1, I):
+        q_tile, dy_tile = _tile(q, start, h, PLACES, I, E), _tile(dy, start, h, PLACES, I, E_V)
+        s = tl.dot(k_tile, q_tile.T)                                # (J, I), and so the others
+        p = tl.exp2(s * LOG2E - lse.load([h * lse_pitch + start])[None, :])
+        edge = (start < first + J) | (start + I > inside + 1)
+        if edge:
+            i = start + tl.arange(0, I)
+            p = tl.where((i[None, :] >= j[:, None]) & (i[None, :] <= high[:, None]), p, 0.0)
+        dv_acc = tl.dot(p.to(dy_tile.dtype), dy_tile, dv_acc)
+        ds = p * (tl.dot(v_tile, dy_tile.T) - delta.load([h * lse_pitch + start])[None, :])
+        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc)
+    _put(dk, dk_acc, first, h, PLACES, J, E)
+    _put(dv, dv_acc, first, h, PLACES, J, E_V)
+
+
+def _laid(x):
+    """x, or a copy where kernels cannot read it: a token's heads lie side by side, all begins at 16 bytes."""
+    aligned = (x.data_ptr() | x.stride(0) * x.itemsize) % TMA_BYTES == 0
+    fits = aligned and x.stride()[1:] == (x.shape[2], 1)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def _tiles(x, places, block):
+    """Descriptor of the tiles of `block` places of x (T, H, E), for one or two places a token."""
+    (T, H, E), pitch = x.shape, x.stride(0)
+    if places == 1:
+        return TensorDescriptor(x, [T, H * E], [pitch, 1], [block, E])
+    return TensorDescriptor(x, [T, H, E], [pitch, E, 1], [block // places, places, E])
+
+
+def lse_like(q, pairs):
+    """Room for one fp32 number for every query of every stream: (H, T) or (H / 2, 2T), rounded up."""
+    T, H = len(q) * (1 + pairs), q.shape[1] // (1 + pairs)
+    return q.new_empty(H, -(-T // LSE_MULTIPLE) * LSE_MULTIPLE, dtype=torch.float32)
+
+
+ATTENTION = LIBRARY.define("attention(Tensor q, Tensor k, Tensor v, Tensor start, int window, bool pairs, *, "
+                           "Tensor(a!) y, Tensor(b!) lse) -> ()")
+ATTENTION_GRAD = LIBRARY.define("attention_grad(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, "
+                                "Tensor lse, *, Tensor start, Tensor ends, int window, bool pairs, "
+                                "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()")
+
+
+@torch.library.register_fake(f"{LIBRARY.ns}::attention", lib=LIBRARY)
+@torch.library.register_fake(f"{LIBRARY.ns}::attention_grad", lib=LIBRARY)
+def _writes_only(*xs, **results):
+    """What both ops return."""
+
+
+@torch.library.impl(LIBRARY, "attention", ANYWHERE)
+def attention_into(q, k, v, start, window, pairs, *, y, lse, tile=None):
+    """Attention of every stream, and the log-sum-exp of its scores, into y and lse.
+
+    math     s_ij = q_i k_j;  lse_i = log2 sum_j exp(s_ij);  y_i = sum_j 2^(s_ij log2(e) - lse_i) v_j
+    shapes   q, k: (T, H, E), v, y: (T, H, E of v), any distance from token to token; start: (T,);
+             lse: lse_like
+    dtypes   q, k, v, y alike; s, sums and lse in fp32, exp(s - the largest so far) rounded to v's dtype
+    tiling   I queries of one stream a program, over the tiles of J keys between low(first) and itself, by the
+             table ATTN_FORWARD; the running maximum shrinks what was summed before
+    kind     reorder; attention_ref
+    source   ours, after FlashAttention: T. Dao, arXiv 2307.08691
+    """
+    places, E, E_V = 1 + pairs, q.shape[2], v.shape[2]
+    T = len(q) * places
+    I, J, warps, stages, registers = tile or ATTN_FORWARD[E, E_V]
+    q, k, v = map(_laid, (q, k, v))
+    _attention_kernel[-(-T // I), len(lse)](
+        _tiles(q, places, I), _tiles(k, places, J), _tiles(v, places, J), _tiles(y, places, I), lse, start, T,
+        min(window, T), lse.stride(0), places, I, J, E, E_V,
+        num_warps=warps, num_stages=stages, maxnreg=registers)
+
+
+@torch.library.impl(LIBRARY, "attention_grad", ANYWHERE)
+def attention_grad_into(dy, q, k, v, y, lse, *, start, ends, window, pairs, dq, dk, dv, tiles=None):
+    """The gradients of attention_into, into dq, dk and dv, from its results; two kernels, no atomics.
+
+    math     p_ij = 2^(s_ij log2(e) - lse_i);  delta_i = dy_i y_i;  ds_ij = p_ij (dy_i v_j - delta_i)
+             dq_i = sum_j ds_ij k_j;  dk_j = sum_i ds_ij q_i;  dv_j = sum_i p_ij dy_i
+    shapes   as in attention_into; dq, dk, dv like q, k, v, any distance from token to token; ends: (T,)
+    dtypes   those of q, k, v; s, p, ds and sums in fp32, p and ds rounded for the products
+    tiling   dq: as forward, by ATTN_DQ; it leaves delta behind. dk and dv: J keys of one stream a program,
+             over the tiles of I queries between itself and high(last), by ATTN_DKV, with s transposed: p and
+             ds are left operands in registers
+    kind     reorder; attention_ref
+    source   ours, after FlashAttention: T. Dao, arXiv 2307.08691
+    """
+    places, E, E_V = 1 + pairs, q.shape[2], v.shape[2]
+    T, window = len(q) * places, min(window, len(q) * places)
+    dy, q, k, v, y = map(_laid, (dy, q, k, v, y))
+    delta, widths = torch.empty_like(lse), (E, E_V)
+    I, J, warps, stages, registers = tiles[0] if tiles else ATTN_DQ[widths]
+    _attention_dq_kernel[-(-T // I), len(lse)](
+        _tiles(q, places, I), _tiles(k, places, J), _tiles(v, places, J), _tiles(y, places, I),
+        _tiles(dy, places, I), _tiles(dq, places, I), lse, delta, start, T, window, lse.stride(0),
+        places, I, J, E, E_V, num_warps=warps, num_stages=stages, maxnreg=registers)
+    I, J, warps, stages, registers = tiles[1] if tiles else ATTN_DKV[widths]
+    held = (k, v) if pairs else (_tiles(k, places, J), _tiles(v, places, J))
+    vectors = (TensorDescriptor(x, [x.numel()], [1], [I]) for x in (lse, delta))
+    _attention_dkv_kernel[-(-T // J), len(lse)](
+        _tiles(q, places, I), *held, _tiles(dy, places, I), _tiles(dk, places, J), _tiles(dv, places, J),
+        *vectors, ends, T, window, lse.stride(0), k.stride(0), v.stride(0), places, I, J, E, E_V,
+        num_warps=warps, num_stages=stages, maxnreg=registers)
+
+
+class Attention(torch.autograd.Function):
+    """attention, with its gradients."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, documents, window, pairs):
+        y, lse = v.new_empty(v.shape), lse_like(q, pairs)
+        op("attention")(q, k, v, documents.start, window, pairs, y=y, lse=lse)
+        ctx.documents, ctx.window, ctx.pairs = documents, window, pairs
+        ctx.save_for_backward(q, k, v, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, y, lse = ctx.saved_tensors
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        op("attention_grad")(dy, q, k, v, y, lse, start=ctx.documents.start, ends=ctx.documents.ends,
+                             window=ctx.window, pairs=ctx.pairs, dq=dq, dk=dk, dv=dv)
+        return dq, dk, dv, None, None, None
+
+
 def attention(q, k, v, documents, *, window, pairs=False):
-    """attention_ref by FlashAttention 2 for documents of any number and length; bf16 or fp16."""
-    if pairs:
-        q, k, v = map(paired, (q, k, v))
-        return unpaired(attention(q, k, v, documents.doubled, window=window))
-    varlen = import_module(VARLEN)       # here, since it imports the compiler: 1.7 s that a CPU need not pay
-    bounds, longest = documents.bounds, documents.longest
-    if missing := v.shape[-1] - q.shape[-1]:                             # it knows one width for all three
-        q, k = (F.pad(x, (0, missing)) for x in (q, k))
-    return varlen.varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=1.0, window_size=(window, 0))
+    """attention_ref by kernels that look at no key outside of window and document; bf16 or fp16 on a GPU."""
+    return Attention.apply(q, k, v, documents, window, pairs)
 
 
 def _attention_example(rand, size):
@@ -2333,11 +2612,10 @@ def param_table(model, cfg):
 # (3) A rank updates only its own slice of a bank or table, then sends it to all; small parameters live in
 #     one flat vector that every rank updates alike. So all ranks hold equal weights of these after a step.
 # (4) These, their gradients and all states keep their addresses. A zero gradient gives a zero update.
-# (5) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before, their gradients
-#     go to the owners after it, who keep them until the next event of the tables.
+# (5) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before, gradients of
+#     them go to the owners after it, who keep them until the next event of the tables.
 # (6) Tied, the head takes both gradients, the embedding the head's weights and, when they part, its states.
 
-TIED = ("w_head", "w_embed")
 TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
 
 
@@ -2389,7 +2667,7 @@ class Optimizer:
     @torch.no_grad()
     def step(self, step, pace):
         """Reduce the gradients, update, send the weights, move the averages."""
-        adam, (head, embed) = step % 2 == 1, TIED
+        adam, head, embed = step % 2 == 1, "w_head", "w_embed"
         w = {row.name: row.param for row in self.tables}
         alone = [row for row in self.tables if not (pace.tied and row.name == embed)]
         sharded = self.banks + alone if adam else self.banks
@@ -2946,8 +3224,7 @@ def lr_at(cfg, step):
 
 
 def rails_at(cfg, step):
-    """(mu, beta, blend) of ANVIL, see Pace: mu up to mu_high at the start, back at the end, and beta with it
-    until the slow rail joins in. The ramps shrink with a shorter run."""
+    """(mu, beta, blend) of ANVIL, see Pace: mu rises and falls, beta with it until the slow rail joins in."""
     rise, fall = cfg.mu_rise * cfg.shrink, cfg.mu_fall * cfg.shrink
     up = min(step / rise, 1.0)
     down = min(max((step - (cfg.n_steps - fall)) / fall, 0.0), 1.0)
@@ -3158,7 +3435,7 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
     tell("validation")
 
 
-# ======== 11. Train ============================================================= budget 365 ====
+# ======== 11. Train ============================================================= budget 370 ====
 # A run from the command line to the last line of the log. Invariants:
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.

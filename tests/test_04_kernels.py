@@ -76,14 +76,6 @@ def test_add_rows_equals_its_reference(tg):
     torch.testing.assert_close(plain, want)
 
 
-@pytest.mark.parametrize("starts", ([0], [0, 1, 2, 3], [0, 5, 6, 40], [0, 63]))
-def test_bounds_of_documents(tg, starts):
-    start = torch.tensor([max(s for s in starts if s <= t) for t in range(64)], dtype=torch.int32)
-    documents = tg.Documents(start)
-    assert documents.bounds.dtype == torch.int32 and documents.bounds.tolist() == [*starts, 64]
-    assert documents.longest == max(b - a for a, b in zip(starts, [*starts[1:], 64]))
-
-
 def test_paired_heads_equal_an_explicit_interleave(tg):
     """Row 2t + j of stream p is head 2p + j of token t; attention over that stream, and back."""
     q, k, v = (draws(i)(7, 6, e).double() for i, e in ((0, 4), (1, 4), (2, 8)))

@@ -108,6 +108,55 @@ def test_attention_at_every_width_of_the_network(tg, T, window, width_qk, width_
     assert max(errors) < 0.01
 
 
+@pytest.mark.parametrize("width_qk, width_v, pairs", ((64, 128, True), (64, 64, False), (128, 128, False)))
+def test_attention_waits_for_nothing_and_can_be_captured(tg, width_qk, width_v, pairs):
+    """No call waits for the device; a graph of results and gradients, replayed on other inputs and documents, gives the bits
+    of the calls, in memory that held NaN before."""
+    T, rand = 3_001, rand_on("cuda", 0)
+    xs = [rand(T, 6, w).requires_grad_() for w in (width_qk, width_qk, width_v)]
+    dy, start = rand(T, 6, width_v), torch.zeros(T, dtype=torch.int32, device="cuda")
+
+    def both():
+        y = tg.attention(*xs, tg.Documents(start), window=300, pairs=pairs)
+        return y, *torch.autograd.grad(y, xs, dy)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        both()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = both()
+    for seed in range(2):
+        rand = rand_on("cuda", seed + 1)
+        with torch.no_grad():
+            for x in (*xs, dy):
+                x.copy_(rand(*x.shape))
+        start.copy_(torch.where(rand(T) > 2.0, torch.arange(T, device="cuda"), 0).cummax(0).values)
+        for x in results:
+            x.detach().fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(results, both()))
+
+
+@pytest.mark.parametrize("width_qk, width_v", ((64, 64), (64, 128), (128, 128)))
+def test_attention_of_integers_is_exact(tg, width_qk, width_v):
+    """Scores 0 and 64 keys a query, at the record's T: y and dv are sums of 64ths, without any rounding."""
+    T, n, generator = 49_152, 64, torch.Generator("cuda").manual_seed(0)
+    v, dy = (torch.randint(-1, 2, (T, 6, width_v), device="cuda", generator=generator).bfloat16() for _ in range(2))
+    xs = [rand_on("cuda", 1)(T, 6, width_qk), torch.zeros(T, 6, width_qk, device="cuda", dtype=torch.bfloat16), v]
+    xs = [x.requires_grad_() for x in xs]
+    y = tg.attention(*xs, tg.Documents(torch.zeros(T, dtype=torch.int32, device="cuda")), window=n - 1)
+    dv = torch.autograd.grad(y, xs, dy)[2]
+    sums = [torch.nn.functional.pad(x.detach().double().cumsum(0), (0, 0, 0, 0, 1, 0)) for x in (v, dy)]
+    assert torch.equal(y[n:].double(), (sums[0][n + 1:] - sums[0][1:-n]) / n)
+    assert torch.equal(dv[n:T - n].double(), ((sums[1][n:] - sums[1][:-n]) / n)[n:T - n])
+
+
 @pytest.mark.parametrize("width, places", ((64, 1), (64, 2), (128, 1)))
 def test_heads_at_every_width_of_the_network(tg, width, places):
     rand = rand_on("cuda", width)
