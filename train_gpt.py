@@ -9,15 +9,15 @@ which state of the script, stands in records/.
 
 Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each section:
 
-    1  Config        250   every setting of a run, the presets, the command line
-    2  Host          495   ranks and collectives, the log, the clock, how all ranks stop when one fails
-    3  Numbers        45   number formats; the registry of fast replacements
-    4  Kernels     1,250   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
-    5  Ops            20   names for what the model uses of section 4
-    6  Model         430   the layer table, the weights, the forward pass, the optimizer's parameter table
-    7  Optimizers     95   Muon and Adam over all tensors, and how their work is spread over the ranks
-    8  Data          490   token shards: reading, checking, packing documents; targets; the worker thread
-    9  Schedules     100   stages, rates, windows, classes and targets as pure functions of the step
+     1  Config         270   every setting of a run, the presets, the command line
+     2  Host           500   ranks and collectives, the log, the clock, how all ranks stop when one fails
+     3  Numbers         45   number formats; the registry of fast replacements
+     4  Kernels      1,350   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
+     5  Ops             20   names for what the model uses of section 4
+     6  Model          415   the layer table, the weights, the forward pass, the optimizer's parameter table
+     7  Optimizers     120   ANVIL and Adam over all tensors, and how their work is spread over the ranks
+     8  Data           475   token shards: reading, checking, packing documents; targets; the worker thread
+     9  Schedules       90   stages, rates, windows, classes and targets as pure functions of the step
     10 Graphs        150   what is done once before the clock starts: compiling, memory, warm-up
     11 Train         380   validation, the timed loop, main
 
@@ -34,7 +34,7 @@ Documents are told apart by doc_start, int32 (T,): where in the stream the token
 
 Sources, cited as [n]:
     [1] Muon: K. Jordan et al., kellerjordan.github.io/posts/muon, 2024
-    [2] Polar Express: N. Amsel, D. Persson, C. Musco, R. Gower, arXiv 2505.16932, 2025
+    [2] ANVIL: KellerJordan/modded-nanogpt pull requests 349 and 360
     [3] YaRN: B. Peng, J. Quesnelle, H. Fan, E. Shippole, arXiv 2309.00071, 2023
     [4] KellerJordan/modded-nanogpt, records 89 and 92: network, losses, stages, rates, windows
     [5] Adam: D. Kingma, J. Ba, arXiv 1412.6980, 2014
@@ -78,7 +78,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-# ======== 1. Config ============================================================== budget 250 ====
+# ======== 1. Config ============================================================== budget 270 ====
 # Every setting of a run is a field of Config; a preset is a Config; the command line is
 # `[preset] [key=value ...]` and nothing else is read, no environment variable but torchrun's.
 # Numbers that follow from other numbers are properties, so they cannot disagree.
@@ -96,6 +96,14 @@ N_INSERTED, N_EXTENSION = 52, 20                  # steps added inside stage 2, 
 REFERENCE_STEPS = 1050   # n_steps for which the momentum ramps below are stated
 FUTURE_WEIGHTS = (1.0, 0.5, 0.25)   # of the next token in the loss, the one after it, and the third [4]
 PREFIX_WEIGHTS = (0.25, 0.20, 0.15, 0.10, 0.05)   # of the next token's prefix: stage 0, quarters of stage 1
+AVERAGES = (                 # running averages of weights, blended into them at the end in this order [4]
+    # of               window  every  phase  last  rate     folded  share     see ticks_at
+    ("w_head w_embed", 298,    2,     1,     0,    2 / 299, True,   0.65),
+    ("vo mlp",         250,    4,     1,     0,    4 / 53,  False,  1.0),
+    ("w_value",        250,    4,     3,     0,    4 / 53,  False,  1.0),
+    ("qk",             298,    4,     1,     2,    2 / 75,  False,  0.55),
+    ("vo mlp",         298,    4,     1,     2,    2 / 75,  False,  0.3493),
+)
 
 
 class Refusal(Exception):
@@ -120,6 +128,19 @@ class StepPlan:
     n_classes: int       # the loss of a micro-batch is taken over so many classes
     future: tuple        # weights of the next tokens as targets
     prefix: tuple        # () or (weight,) of the next token's longest proper prefix as a target
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the optimizer must know of a step; see 9 for the schedules behind it."""
+    lr: float            # factor on every learning rate
+    mu: float            # share of the momentum, not the gradient, in what ANVIL takes as direction
+    beta: float          # decay of its fast rail
+    blend: float         # weight of the fast rail; the rest is the slow one's
+    event: int = 0       # 0, or for how many pairs of steps the sparse tables are updated now
+    tied: bool = False   # head and embedding are one matrix
+    parts: bool = False  # from the next step on they are two
+    ticks: tuple = ()    # rate of each of AVERAGES, 0: none now
 
 
 @dataclass(frozen=True)
@@ -172,6 +193,7 @@ class Config:
     mu_high: float = 0.93
     mu_rise: int = 240           # steps from mu_low to mu_high at n_steps = 1050
     mu_fall: int = 50            # steps back to mu_low at the end, likewise
+    slow_from: int = 514         # step from which ANVIL's slow rail has a part, likewise
     stages: tuple = (
         #     T      max_doc  short   long    lr
         Stage(16_384,    896,   128,   384, 1.0),
@@ -181,8 +203,8 @@ class Config:
         Stage(16_384,   3072,   768,  1664, 1.0),      # the extension runs at lr_floor
     )
     # optimizers
-    muon_lr: float = 0.023
-    muon_wd: float = 1.2         # decay is wd * lr * lr: it falls with the square of the schedule
+    anvil_lr: float = 0.023
+    anvil_wd: float = 2.25       # decay is wd * lr * lr: it falls with the square of the schedule
     adam_lr: float = 0.008
     adam_wd: float = 0.005       # likewise, times the row's own factor
     adam_eps: float = 1e-10
@@ -204,6 +226,11 @@ class Config:
     def n_steps(self):
         """Steps of the whole schedule."""
         return self.stage_ends[-1]
+
+    @property
+    def shrink(self):
+        """What step numbers and spans that are stated for n_steps = 1050 are multiplied by."""
+        return min(1.0, self.n_steps / REFERENCE_STEPS)
 
     @property
     def n_run(self):
@@ -254,47 +281,48 @@ def value_of(name, text, default):
 
 def check_config(cfg):
     """Refuse settings that cannot work together, naming both numbers."""
-    for name in ("runs", "n_sched", "n_micro", "val_tokens", "val_seq", "val_long", "top_k", "d_head",
-                 "d_mlp", "p_early", "p_middle", "p_late", "mu_rise", "mu_fall", "val_pointer_block",
-                 "join_limit_s", "start_limit_s", "step_limit_s"):
-        if getattr(cfg, name) < 1:
-            raise Refusal(f"{name}={getattr(cfg, name)}: want at least 1.")
-    for name in ("p_early", "p_middle", "p_late"):
-        if getattr(cfg, name) > VOCAB_PADDED:
-            raise Refusal(f"{name}={getattr(cfg, name)}: want at most {VOCAB_PADDED}, the number of classes.")
-    if cfg.top_k > VOCAB:
-        raise Refusal(f"top_k={cfg.top_k}: want at most {VOCAB}, the number of tokens.")
+    least = dict.fromkeys(("stop", "val_every", "seed", "ngram_rows", "pointer_block"), 0) | dict.fromkeys(
+        ("runs", "n_sched", "n_micro", "val_tokens", "val_seq", "val_long", "top_k", "d_head", "d_mlp",
+         "p_early", "p_middle", "p_late", "mu_rise", "mu_fall", "val_pointer_block", "join_limit_s",
+         "start_limit_s", "step_limit_s"), 1)
+    most = dict.fromkeys(("p_early", "p_middle", "p_late"), VOCAB_PADDED) | {"top_k": VOCAB}
     for f in fields(cfg):
         value = getattr(cfg, f.name)
-        if isinstance(value, float) and not math.isfinite(value):
+        if value != value or value in (math.inf, -math.inf):
             raise Refusal(f"{f.name}={value}: want a finite number.")
-    for name in ("stop", "val_every", "seed", "ngram_rows", "pointer_block"):
-        if getattr(cfg, name) < 0:
-            raise Refusal(f"{name}={getattr(cfg, name)}: want at least 0.")
+        if f.name in least and value < least[f.name]:
+            raise Refusal(f"{f.name}={value}: want at least {least[f.name]}.")
+        if f.name in most and value > most[f.name]:
+            raise Refusal(f"{f.name}={value}: want at most {most[f.name]}, all that there are.")
     if cfg.n_steps % 4 != 2:     # so that the last step is one of Adam and of the tables
         near = [s for s in range(max(1, cfg.n_sched - 8), cfg.n_sched + 9)
                 if replace(cfg, n_sched=s).n_steps % 4 == 2]
         below, above = [s for s in near if s < cfg.n_sched][-1:], [s for s in near if s > cfg.n_sched][:1]
         raise Refusal(f"n_sched={cfg.n_sched} makes {cfg.n_steps} steps; their number must be 2 mod 4. "
                       f"Take n_sched={' or '.join(str(s) for s in below + above)}.")
-    if cfg.val_tokens % cfg.val_seq:
-        raise Refusal(f"val_tokens={cfg.val_tokens} is no multiple of val_seq={cfg.val_seq}. "
-                      f"Take val_tokens={max(1, cfg.val_tokens // cfg.val_seq) * cfg.val_seq}.")
-    if cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model % 12:
-        raise Refusal(f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, "
-                      f"n_heads even, d_head a multiple of 4, d_model a multiple of 12.")
-    if more := cfg.ngram_rows % ROWS_MULTIPLE:
-        raise Refusal(f"ngram_rows={cfg.ngram_rows}: want a multiple of {ROWS_MULTIPLE}, or 0 for no table. "
-                      f"Take ngram_rows={cfg.ngram_rows + ROWS_MULTIPLE - more}.")
-    if not 0 <= cfg.cooldown_from < 1:
-        raise Refusal(f"cooldown_from={cfg.cooldown_from}: want at least 0 and less than 1.")
-    if cfg.dtype not in ("fp32", "bf16"):
-        raise Refusal(f"dtype={cfg.dtype}: want fp32 or bf16.")
-    if cfg.save and cfg.runs > 1:
-        raise Refusal(f"save={cfg.save} with runs={cfg.runs}: the file holds the weights of one run. "
-                      f"Take runs=1.")
-    if bool(cfg.load) != bool(cfg.sample):
-        raise Refusal("load=FILE and sample=TEXT go together: the weights in the file continue the text.")
+    more = cfg.ngram_rows % ROWS_MULTIPLE
+    odd = [stage.T for stage in cfg.stages if stage.T * cfg.t_factor < 1 or stage.T * cfg.t_factor % 1]
+    for wrong, text in (
+        (cfg.val_tokens % cfg.val_seq,
+         f"val_tokens={cfg.val_tokens} is no multiple of val_seq={cfg.val_seq}. "
+         f"Take val_tokens={max(1, cfg.val_tokens // cfg.val_seq) * cfg.val_seq}."),
+        (cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model % 12,
+         f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, n_heads even, "
+         f"d_head a multiple of 4, d_model a multiple of 12."),
+        (more, f"ngram_rows={cfg.ngram_rows}: want a multiple of {ROWS_MULTIPLE}, or 0 for no table. "
+               f"Take ngram_rows={cfg.ngram_rows + ROWS_MULTIPLE - more}."),
+        (odd, f"t_factor={cfg.t_factor}: T={[*odd, 0][0]} times it is no positive whole number. "
+              f"Take a power of two, like 0.5."),
+        (not 0 <= cfg.cooldown_from < 1,
+         f"cooldown_from={cfg.cooldown_from}: want at least 0 and less than 1."),
+        (cfg.dtype not in ("fp32", "bf16"), f"dtype={cfg.dtype}: want fp32 or bf16."),
+        (cfg.save and cfg.runs > 1,
+         f"save={cfg.save} with runs={cfg.runs}: the file holds the weights of one run. Take runs=1."),
+        (bool(cfg.load) != bool(cfg.sample),
+         "load=FILE and sample=TEXT go together: the weights in the file continue the text."),
+    ):
+        if wrong:
+            raise Refusal(text)
 
 
 def parse(argv):
@@ -316,15 +344,11 @@ def parse(argv):
         changes[name] = value_of(name, text, getattr(cfg, name))
     cfg = replace(cfg, **changes)
     check_config(cfg)
-    odd = [stage.T for stage in cfg.stages if stage.T * cfg.t_factor < 1 or stage.T * cfg.t_factor % 1]
-    if odd:
-        raise Refusal(f"t_factor={cfg.t_factor}: T={odd[0]} times it is no positive whole number. "
-                      f"Take a power of two, like 0.5.")
     scaled = tuple(replace(stage, T=int(stage.T * cfg.t_factor)) for stage in cfg.stages)
     return replace(cfg, stages=scaled)   # frozen: nothing changes a setting after this line
 
 
-# ======== 2. Host ============================================================== budget 495 ====
+# ======== 2. Host ============================================================== budget 500 ====
 # The only door to the outside: environment, processes, time, the log. One rank is no special case, its
 # collectives are copies. Invariants:
 # (1) All ranks issue the same collectives in the same order; no other thread than the main one issues any.
@@ -337,6 +361,7 @@ GRACE_S = 3.0            # how long a failing rank waits for rank 0 to write the
 LAST_RESORT_S = 10.0     # a failing rank ends after this, whatever blocks it
 SHOW_S = 0.5             # at most one step line per half second goes to the terminal
 SAMPLE_MS = 500          # between two readings of a GPU's clock, power and temperature
+SAMPLED = ("gpu_sm_mhz", "gpu_power_w", "gpu_temp_c")
 MS = 1000
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_NAMES = (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT")   # what torchrun sets
@@ -563,6 +588,12 @@ class Telemetry:
                 with contextlib.suppress(ValueError):        # a driver may say [N/A]
                     self.samples.append((self.clock.now(), uuids.index(uuid), *map(float, numbers)))
 
+    def summary(self):
+        """Footer lines on the GPUs while the clock ran, n/a without samples."""
+        columns = list(zip(*self.samples))[2:] or [()] * len(SAMPLED)
+        return [f"{name}: mean {np.mean(x):.0f}, least {min(x):.0f}, most {max(x):.0f}" if x else f"{name}: n/a"
+                for name, x in zip(SAMPLED, columns)]
+
     def end(self):
         """No more samples."""
         if self.child is not None:
@@ -615,8 +646,13 @@ class Log:
             self.lines.append(text)
         if not often or time.monotonic() - self.shown > SHOW_S:
             self.shown = time.monotonic()
-            with contextlib.suppress(OSError):   # a terminal that is gone costs the line, not the run
-                print(text, flush=True)
+            self.show(text)
+
+    @staticmethod
+    def show(text):
+        """Text for the terminal; one that is gone costs the line, not the run."""
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
 
     def phase(self, name):
         """One line with the seconds that a phase of the start took, from the end of the one before."""
@@ -779,11 +815,6 @@ class Guard:
                           f"step_limit_s=N (before the first step start_limit_s=N) gives more time")
 
 
-def say(text):
-    """Text for the terminal that belongs to no log."""
-    sys.stdout.write(f"{text}\n")
-
-
 def told(default, *query):
     """What a program prints for a query, or the default where there is none or it fails."""
     try:
@@ -861,7 +892,7 @@ def references():
     return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
 
 
-# ======== 4. Kernels ========================================================== budget 1,250 ====
+# ======== 4. Kernels ========================================================== budget 1,350 ====
 # Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
 # the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
 # tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
@@ -903,7 +934,7 @@ def op(name):
 EXAMPLE_T = {"small": 192, "record": 49_152}
 EXAMPLE_H, EXAMPLE_E, EXAMPLE_F, EXAMPLE_V = 6, 128, 2816, 50_304   # widths of the record
 EXAMPLE_CUT = 2.5            # a normal number above this begins a document: one in 161 tokens
-EXAMPLE_QKV = 3
+EXAMPLE_QKV, EXAMPLE_EVENTS = 3, 5
 EXAMPLE_PART = 64            # windows are T over this; so many rows of one id; so many rows of a matrix
 
 
@@ -1463,6 +1494,9 @@ class SoftcapLoss(torch.autograd.Function):
 # ---- 4.5 glue: small functions between the matrix products ---------------------------------------
 
 SELF_FLOOR = 1e-8            # of |v|^2 in exclude_self
+ROTARY_BASE = 1024           # the slowest pair of channels turns by 1 / 1024 radian per token
+YARN_TURNS = (1.0, 32.0)     # turns in a window at which a frequency is stretched fully, and not at all [4]
+YARN_GAIN = 0.2
 
 
 def relu2(z):
@@ -1482,6 +1516,27 @@ def rotate(x, turn):
     return torch.view_as_real(turned).flatten(-2).flatten(1, 2).type_as(x)
 
 
+def yarn(freqs, scale, old, new):
+    """Frequencies and softmax scale after the window has grown from old to new tokens [3].
+
+    Slow frequencies, with less than one turn in the old window, are stretched by new / old; fast ones, with
+    more than 32, stay; those between are blended."""
+    low, high = YARN_TURNS
+    keep = [min(max((old * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in freqs]
+    shrunk = [f * (old / new + k * (1 - old / new)) for f, k in zip(freqs, keep)]
+    return shrunk, scale * (1 + YARN_GAIN * math.log(new / old))
+
+
+def rotary(n, scale, windows):
+    """(n angular frequencies, falling; softmax scale) for the last of these windows, with one YaRN step for
+    every growth on the way to it; scale: for the first."""
+    freqs = [ROTARY_BASE ** (-i / max(n - 1, 1)) for i in range(n)]
+    for before, here in zip(windows, windows[1:]):
+        if here != before:
+            freqs, scale = yarn(freqs, scale, before, here)
+    return freqs, scale
+
+
 def turns(freqs, n_positions, n_still, device):
     """Rotary table, see rotate: (n_positions, 1, E/2, 2), with n_still pairs that do not turn."""
     position = torch.arange(n_positions, dtype=torch.float64, device=device)
@@ -1490,11 +1545,27 @@ def turns(freqs, n_positions, n_still, device):
     return torch.cat((turning, turning.new_tensor((1.0, 0.0)).expand(n_positions, n_still, 2)), 1)[:, None]
 
 
-def rotary_tables(narrow, wide, n_positions, device):
-    """Tables, see rotate, for the frequencies of narrow heads, of pairs of them, and of wide heads."""
-    doubled = turns(narrow, 2 * n_positions, 0, device)
-    return {"turn_narrow": doubled[:n_positions], "turn_paired": doubled.view(n_positions, 2, -1, 2),
-            "turn_wide": turns(wide, n_positions, len(wide), device)}
+@dataclass(frozen=True)
+class View:
+    """What attention and pointer know of a stage: windows and block in tokens; softmax scales (); rotary
+    tables (see rotate). Paired heads are narrow ones whose table has two places a token."""
+    short: int
+    long: int
+    pointer_block: int
+    scale_narrow: Tensor
+    scale_wide: Tensor
+    turn_narrow: Tensor
+    turn_paired: Tensor
+    turn_wide: Tensor
+
+    @classmethod
+    def of(cls, sizes, short, long, n_positions, device):
+        """sizes: short, long, pointer_block. short, long: what rotary takes for narrow and wide heads."""
+        (narrow, scale_narrow), (wide, scale_wide) = rotary(*short), rotary(*long)
+        scales = (torch.tensor(x, device=device) for x in (scale_narrow, scale_wide))
+        doubled = turns(narrow, 2 * n_positions, 0, device)
+        return cls(*sizes, *scales, doubled[:n_positions], doubled.view(n_positions, 2, -1, 2),
+                   turns(wide, n_positions, len(wide), device))
 
 
 def heads_ref(qk, turn, scale):
@@ -1534,6 +1605,13 @@ def exclude_self(y, v, alpha):
     return y - (torch.tanh(alpha) * along)[:, :, None] * v
 
 
+def mix(c, *xs):
+    """Sum of xs, (T, D) each, times their columns of c: (T, n), or (T, n, G) for G groups of channels."""
+    c = c if c.ndim > 2 else c[:, :, None]
+    parts = [coef[:, :, None] * x.unflatten(1, (c.shape[2], -1)) for coef, x in zip(c.unbind(1), xs)]
+    return sum(parts[1:], parts[0]).flatten(1)
+
+
 def signed_sum(rows, signs):
     """Rows times signs, all n of a token in one vector. rows, signs: (T, n, D) -> (T, D)."""
     return (rows * signs).sum(1)
@@ -1570,6 +1648,12 @@ def _exclude_self_example(rand, size):
     return (y, v, w[:, :, 0]), {}
 
 
+def _mix_example(rand, size):
+    """Three streams, coefficients for six groups of channels."""
+    T, n = EXAMPLE_T[size], EXAMPLE_QKV
+    return (rand(T, n, EXAMPLE_H), *rand(n * T, EXAMPLE_H * EXAMPLE_E).chunk(n)), {}
+
+
 def _signed_sum_example(rand, size):
     """Two rows for every token."""
     rows, signs = rand(2 * EXAMPLE_T[size], 2, EXAMPLE_H * EXAMPLE_E).chunk(2)
@@ -1579,6 +1663,7 @@ def _signed_sum_example(rand, size):
 FAST["heads"] = Fast("reorder", heads_ref, heads, _heads_example, "glue")
 FAST["relu2"] = Fast("reorder", relu2, relu2, _relu2_example, "glue")
 FAST["smear"] = Fast("reorder", smear, smear, _smear_example, "glue")
+FAST["mix"] = Fast("reorder", mix, mix, _mix_example, "glue")
 FAST["signed_sum"] = Fast("reorder", signed_sum, signed_sum, _signed_sum_example, "glue")
 FAST["key_offset"] = Fast("bitwise", key_offset, key_offset, _key_offset_example, "glue")
 FAST["exclude_self"] = Fast("reorder", exclude_self, exclude_self, _exclude_self_example, "glue")
@@ -1589,14 +1674,19 @@ FAST["exclude_self"] = Fast("reorder", exclude_self, exclude_self, _exclude_self
 # bf16 weight itself and the 16 bits that it lacks, so nothing is stored twice. The weight is the rounded
 # master: a truncated one is biased towards zero.
 
-POLAR_STEPS = (              # (a, b, c) of each round, computed by [2] for 5 rounds
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+CASCADE = (                  # (a, b, c) of each map, from [2]
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
 )
-POLAR_MARGIN, POLAR_FLOOR = 1.02, 1e-6
+CASCADE_MARGIN = 1.05
+CASCADE_SINGLE = 0.99        # (sum s^4)^(1/4) / (sum s^2)^(1/2) from which the margin grows
+CASCADE_FLOOR = 1e-30        # of the largest entry
+SLOW_BETA, LANE_BETA = 0.98, 0.9
+LANE_FLOOR = 1e-10           # of a lane's energy, and of a norm
 HALF_ULP = 1 << 15           # half of bf16's last place, in the bits of an fp32
 LOW_BITS = 16
 
@@ -1614,41 +1704,71 @@ def join_master(hi, lo):
     return bits.view(torch.float32)
 
 
-def polar(g):
-    """About U V.T where U S V.T = g: the semi-orthogonal matrix next to g, for each of (N, R, C).
+def across(x):
+    """The axis that a lane of (N, R, C) lies along: lanes are rows, unless there are fewer than columns."""
+    return 1 + (x.shape[1] >= x.shape[2])
 
-    Each round maps a singular value s to s (a + b s^2 + c s^4) [2]; five of them take [0.003, 1] to
-    [0.86, 1.14]. The matrix is multiplied from its shorter side.
+
+def anvil_momentum(g, fast, slow, *, beta, blend, mu, share, dtype):
+    """The direction that ANVIL orthogonalises [2], in dtype; both rails, means of share g, change in place.
+
+    math     U = (1 - mu) g + mu (blend fast + (1 - blend) slow)
+    shapes   g: (N, R, C), fast, slow: fp32 of that shape, beta, blend, mu: fp32 (), share: a number
     """
-    wide = torch.promote_types(g.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True, dtype=wide)
-    x = g / (norm * POLAR_MARGIN + POLAR_FLOOR).type_as(g)
-    wide = x.size(1) <= x.size(2)
-    for a, b, c in POLAR_STEPS:
-        gram = x @ x.mT if wide else x.mT @ x
+    g = g.float() * share
+    fast.lerp_(g, 1 - beta)
+    slow.lerp_(g, 1 - SLOW_BETA)
+    return g.lerp(slow.lerp(fast, blend), mu).to(dtype)
+
+
+def cascade(g):
+    """About U V.T where U S V.T = g, for each of (N, R, C): six maps s to s (a + b s^2 + c s^4) of its
+    singular values s [2], which take [0.003, 1 / 1.05] of their root sum of squares to [0.995, 1.0004].
+
+    Above 1.00006 / 1.05 they diverge, and rounding in bf16 takes a matrix of nearly rank 1 there. The first
+    Gram matrix tells: sum s^4 / (sum s^2)^2 is near 1, and the margin grows. Products are from the shorter
+    side."""
+    wide, tall = torch.promote_types(g.dtype, torch.float32), g.shape[1] > g.shape[2]
+
+    def gram_of(x):
+        return x.mT @ x if tall else x @ x.mT
+    most = g.abs().amax((1, 2), keepdim=True).to(wide).clamp(min=CASCADE_FLOOR)
+    x = g / most.log2().floor().exp2().type_as(g)      # a power of two: exact, and no square is out of range
+    gram = gram_of(x)
+    square = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=wide)[:, None, None]
+    fourth = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True, dtype=wide)
+    single = (fourth / square.clamp(min=1)).sqrt() / CASCADE_SINGLE
+    size = (CASCADE_MARGIN * single.clamp(min=1) * square.sqrt()).clamp(min=1)       # 1: of a zero matrix
+    x, gram = (x / size).type_as(g), (gram / size.square()).type_as(g)
+    for n, (a, b, c) in enumerate(CASCADE):
+        gram = gram_of(x) if n else gram
         poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, poly, x, beta=a) if wide else torch.baddbmm(x, x, poly, beta=a)
+        x = torch.baddbmm(x, x, poly, beta=a) if tall else torch.baddbmm(x, poly, x, beta=a)
     return x
 
 
-def muon_momentum(g, m, mu, share, dtype):
-    """What Muon orthogonalises: Nesterov momentum of share g, in dtype; m changes in place.
+def equalise(u, energy):
+    """u (N, R, C) with lanes of the same mean energy over time, of the norm that it had [2].
 
-    g: (N, R, C), m: fp32 of that shape, mu: fp32 (), share: a number.
+    There is a lane for each place of the longer side. energy: fp32 (N, R, 1) or (N, 1, C), their mean
+    squares, averaged over the steps; changes in place.
     """
-    g = g.float() * share
-    m.lerp_(g, 1 - mu)
-    return g.lerp(m, mu).to(dtype)
+    here = u.float().square().mean(across(u), keepdim=True)
+    energy.lerp_(here, 1 - LANE_BETA)
+    gain = energy.clamp(min=LANE_FLOOR).rsqrt()
+    before, after = (x.sum((1, 2), keepdim=True).sqrt() for x in (here, gain.square() * here))
+    return u * (gain * before / after.clamp(min=LANE_FLOOR)).type_as(u)
 
 
-def muon_apply(p, lo, u, lr, wd):
-    """Take lr u off the weights p and decay them where that pulls the same way [6]; p, lo change in place.
+def anvil_apply(p, lo, u, slow, energy, lr, *, wd):
+    """Take lr times u, equalised, off the weights p; decay those that the slow rail pulls the same way [6].
 
-    p, u: (N, R, C); lo: int16, the low bits of p's master, or None; lr: () or (N, 1, 1), wd: (), fp32.
+    p, u, slow: (N, R, C); lo: int16, the low bits of p's master, or None; energy: see equalise; lr: () or
+    (N, 1, 1), wd: (), fp32. p, lo and energy change in place.
     """
     master = p if lo is None else join_master(p, lo)
-    agrees = u * master >= 0
-    new = master - lr * (u + wd * master * agrees)
+    agrees = slow * master >= 0
+    new = master - lr * (equalise(u, energy) + wd * master * agrees)
     for kept, half in zip((p, lo), (new,) if lo is None else split_master(new)):
         kept.copy_(half)
 
@@ -1668,17 +1788,20 @@ def adam_step(p, g, m, m2, rate, decay, *, betas, eps, share):
     p.sub_(u.mul_(rate).add_((p * agrees).mul_(decay)))
 
 
-def _muon_momentum_example(rand, size):
+def _anvil_momentum_example(rand, size):
     """A bank of square matrices after some steps."""
     g = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_PART, EXAMPLE_PART)
-    return (g, rand(*g.shape).float(), rand().float().sigmoid(), 0.5, g.dtype), {}
+    beta, blend, mu = rand(EXAMPLE_QKV).float().sigmoid()
+    return (g, rand(*g.shape).float(), rand(*g.shape).float()), {
+        "beta": beta, "blend": blend, "mu": mu, "share": 0.5, "dtype": g.dtype}
 
 
-def _muon_apply_example(rand, size):
+def _anvil_apply_example(rand, size):
     """Weights with a master, a learning rate for every matrix."""
     p = rand(EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_PART, EXAMPLE_PART).bfloat16()
-    lr = rand(len(p), 1, 1).float() / EXAMPLE_PART
-    return (p, torch.zeros_like(p, dtype=torch.int16), rand(*p.shape), lr, lr.mean()), {}
+    lr, energy = rand(len(p), 1, 1).float() / EXAMPLE_PART, rand(len(p), EXAMPLE_PART, 1).float().square()
+    return (p, torch.zeros_like(p, dtype=torch.int16), rand(*p.shape), rand(*p.shape).float(), energy, lr), {
+        "wd": lr.mean()}
 
 
 def _adam_step_example(rand, size):
@@ -1688,8 +1811,8 @@ def _adam_step_example(rand, size):
     return (p, g, m, m2, rate, rate / EXAMPLE_PART), {"betas": (0.5, 0.5), "eps": NORM_EPS, "share": 0.5}
 
 
-FAST["muon_momentum"] = Fast("reorder", muon_momentum, muon_momentum, _muon_momentum_example, "step")
-FAST["muon_apply"] = Fast("reorder", muon_apply, muon_apply, _muon_apply_example, "step")
+FAST["anvil_momentum"] = Fast("reorder", anvil_momentum, anvil_momentum, _anvil_momentum_example, "step")
+FAST["anvil_apply"] = Fast("reorder", anvil_apply, anvil_apply, _anvil_apply_example, "step")
 FAST["adam_step"] = Fast("reorder", adam_step, adam_step, _adam_step_example, "step")
 
 
@@ -1820,51 +1943,75 @@ def _row_event_example(rand, size):
     """Every second row of a table, after five events, most of which it has missed."""
     p, g = rand(2 * EXAMPLE_T[size], EXAMPLE_E).chunk(2)
     m2, rate = rand(len(p)).float().square(), rand().float().abs()
-    last = m2.argsort().int() % len(POLAR_STEPS)
+    last = m2.argsort().int() % EXAMPLE_EVENTS
     return (p, m2, last, torch.arange(0, len(p), 2, device=p.device), g[::2].float()), {
-        "betas2": rand(len(POLAR_STEPS) + 1).float().sigmoid(), "rate": rate, "decay": rate / EXAMPLE_PART,
+        "betas2": rand(EXAMPLE_EVENTS + 1).float().sigmoid(), "rate": rate, "decay": rate / EXAMPLE_PART,
         "eps": NORM_EPS}
 
 
 FAST["row_event"] = Fast("reorder", row_event_ref, row_event, _row_event_example)
 
 
-# ---- 4.9 steps: of Muon and Adam with the rates of a run -------------------------------------------
+# ---- 4.9 steps: of ANVIL and Adam with the rates of a run ------------------------------------------
 
 TABLE_ROWS = {"cpu": 4096, "cuda": 1 << 24}   # Adam's pieces of a table; a CPU should hold one in its cache
 
 
+@dataclass(frozen=True)
+class ParamRow:
+    """How the optimizer treats one parameter.
+
+    kind     bank: ANVIL, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank. shared:
+             Adam, every rank has a share of the rows and is sent those it reads. lazy: likewise, but only
+             rows that have a gradient change
+    lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
+    wd_mul   factor on the weight decay
+    """
+    name: str
+    param: nn.Parameter
+    kind: str
+    lr_mul: object
+    betas: tuple
+    wd_mul: float
+
+
 def zero_state(kind, p):
-    """States of a slice p of a bank or table, zero: momentum m, second moment m2, low bits lo; of a lazy
-    table m2 for each row, and how many events there had been at its last one."""
+    """States of a slice p, zero. Of a bank: both rails, the energy of its lanes, and lo, its master's low
+    bits. Of a table: momentum m, second moment m2. Of a lazy one: m2 for each row, and last, how many events
+    there had been at its last one."""
     if kind == "lazy":
         dtypes = {"m2": torch.float32, "last": torch.int32}
         return {name: p.new_zeros(len(p), dtype=dtype) for name, dtype in dtypes.items()}
-    state = {"m": torch.zeros_like(p, dtype=torch.float32)}
-    if kind != "bank":
-        state["m2"] = torch.zeros_like(state["m"])
-    elif p.dtype == torch.bfloat16:
-        state["lo"] = torch.zeros_like(p, dtype=torch.int16)   # the master's lower bits
+    names = ("fast", "slow") if kind == "bank" else ("m", "m2")
+    state = {name: torch.zeros_like(p, dtype=torch.float32) for name in names}
+    if kind == "bank":
+        state["energy"] = state["slow"].mean(across(p), keepdim=True)
+        if p.dtype == torch.bfloat16:
+            state["lo"] = torch.zeros_like(p, dtype=torch.int16)
     return state
 
 
 @dataclass(frozen=True)
-class Muon:
-    """Muon [1]. lr, wd: of the run; share: factor on all gradients; ops: a function for each row of FAST."""
+class Anvil:
+    """ANVIL [2]. lr, wd: of the run; share: factor on all gradients; ops: a function for each row of FAST."""
     lr: float
     wd: float
     share: float
     ops: object
 
-    def bank(self, row, lr_mul, p, g, state, *, lr, mu):
+    def bank(self, row, lr_mul, p, g, state, pace):
         """One step of matrices p (N, R, C); p and state change in place.
 
-        row: settings, see ParamRow; lr_mul: its factors for these matrices; lr: factor on the rate; mu: fp32.
+        row: settings, see ParamRow; lr_mul: its factors for these matrices.
         """
         # Trap: as tensors, since every new number would compile anew.
-        mu, rate = (torch.full((), x, device=p.device) for x in (mu, self.lr * lr))
-        u = polar(self.ops.muon_momentum(g, state["m"], mu, self.share, p.dtype))
-        self.ops.muon_apply(p, state.get("lo"), u, rate * lr_mul, self.wd * rate * row.wd_mul)
+        beta, blend, mu, rate = (torch.full((), x, device=p.device) for x in
+                                 (pace.beta, pace.blend, pace.mu, self.lr * pace.lr))
+        fast, slow, energy = (state[name] for name in ("fast", "slow", "energy"))
+        u = cascade(self.ops.anvil_momentum(g, fast, slow, beta=beta, blend=blend, mu=mu, share=self.share,
+                                            dtype=p.dtype))
+        self.ops.anvil_apply(p, state.get("lo"), u, slow, energy, rate * lr_mul,
+                             wd=self.wd * rate * row.wd_mul)
 
 
 @dataclass(frozen=True)
@@ -1938,6 +2085,45 @@ class Flat:
         for row, *some in zip(self.rows, *(x.split(self.sizes) for x in whole)):
             adam.dense(row, some, lr, n)
         self.grad[:len(self.p)] = 0
+
+
+class Averages:
+    """Running averages, fp32, of w = {name: this rank's slice of a parameter}, to be blended into it.
+
+    rows: [(names of parameters, share of their average in the blend)]. The parameters in `rescaled` get the
+    norm back that they had, over all ranks: an average of unlike weights is shorter than they.
+    """
+
+    def __init__(self, rows, w, rescaled):
+        self.w, self.rescaled, self.begun, self.shares = w, rescaled, set(), [share for _, share in rows]
+        self.of = [{name: torch.zeros_like(w[name], dtype=torch.float32) for name in names}
+                   for names, _ in rows]
+
+    def tick(self, rates):
+        """Move each row's averages towards the weights by its rate, at first all the way; 0: not now."""
+        for i, rate in enumerate(rates):
+            if rate:
+                for name, average in self.of[i].items():
+                    average.lerp_(self.w[name].float(), rate if i in self.begun else 1.0)
+                self.begun.add(i)
+
+    def ship(self, reduce):
+        """Blend them into the weights, row by row, each into what the rows before it have left; rounded once.
+
+        reduce: Comm.all_reduce, of sums of squares before and after. Returns the names of what has changed.
+        """
+        blends = {}
+        for i in sorted(self.begun):
+            for name, average in self.of[i].items():
+                blends[name] = blends.get(name, self.w[name].float()).lerp(average, self.shares[i])
+        if blends:
+            sums = torch.stack([x.float().square().sum() for name, blend in blends.items()
+                                for x in (self.w[name], blend)])
+            reduce(sums).wait()
+            for (name, blend), (before, after) in zip(blends.items(), sums.view(-1, 2)):
+                factor = (before / after.clamp(min=LANE_FLOOR)).sqrt() if name in self.rescaled else 1.0
+                self.w[name].copy_(blend * factor)
+        return list(blends)
 
 
 # ---- 4.10 pointer: what a token copies from those before it ----------------------------------------
@@ -2019,7 +2205,8 @@ class Pointer(torch.autograd.Function):
 
 LOSS_ROWS = LOSS_BLOCK           # rows of logits at once
 documents = Documents            # of a stream, made once for all layers
-turn_tables = rotary_tables      # of a stage
+view = View.of                   # of a stage, once for all its steps
+param_row = ParamRow             # of a parameter: how it is trained
 lookup = Lookup.apply            # rows of a table
 pointer = Pointer.apply          # what is copied of a token
 copies = Pointer.last            # what is copied of all tokens behind a stream
@@ -2027,7 +2214,7 @@ softcap_loss = SoftcapLoss.of    # of a stream
 chances = SoftcapLoss.chances    # of all tokens behind a stream
 
 
-# ======== 6. Model ============================================================== budget 430 ====
+# ======== 6. Model ============================================================== budget 415 ====
 # The network: a table with one row per layer, the weights, the forward pass over one flat stream, and one
 # row per parameter that tells the optimizer how to treat it. Nothing here knows the step, the world size
 # or the optimizer. Matrices of one kind and shape lie in one bank (N, R, C), N padded to a multiple of 8, so
@@ -2037,6 +2224,7 @@ GATE_INPUTS = 12             # channels that the smear's gate and a value gate r
 GATE_WIDTH = 64              # hidden units of the networks behind gates and coefficients
 GATE_SCALE = 0.1             # learned factor on all gates, at first
 COEF_SCALE = 0.1             # fixed factor on all coefficients
+REMIX = (3, 3, 2, 4, 2)      # of the coefficients of a remix: for v, the stream, gates, attention, the MLP
 GROUPS = 12                  # of channels, with coefficients of their own in the final mix
 INIT_LINEAR = 3.0 ** 0.5 / 2   # uniform bound of a matrix, times fan_in ** -0.5, from [4]
 INIT_HEAD = 0.005
@@ -2107,38 +2295,6 @@ def gate_lanes(second):
     return lanes if second else [("gram", START), *lanes]
 
 
-@dataclass(frozen=True)
-class View:
-    """What attention knows of a stage: windows in tokens; softmax scales (); rotary tables (see rotate).
-    Paired heads are narrow ones whose table has two places a token."""
-    short: int
-    long: int
-    pointer_block: int
-    scale_narrow: Tensor
-    scale_wide: Tensor
-    turn_narrow: Tensor
-    turn_paired: Tensor
-    turn_wide: Tensor
-
-
-@dataclass(frozen=True)
-class ParamRow:
-    """How the optimizer treats one parameter.
-
-    kind     bank: Muon, sharded by matrix. table: Adam, sharded by row. small: Adam, on every rank. shared:
-             Adam, every rank has a share of the rows and is sent those it reads. lazy: likewise, but only
-             rows that have a gradient change
-    lr_mul   factor on the learning rate: a number, or one per matrix, (N, 1, 1)
-    wd_mul   factor on the weight decay
-    """
-    name: str
-    param: nn.Parameter
-    kind: str
-    lr_mul: object
-    betas: tuple
-    wd_mul: float
-
-
 def padded(n):
     """n, rounded up so that every legal world size divides it."""
     return -(-n // BANK_MULTIPLE) * BANK_MULTIPLE
@@ -2163,7 +2319,7 @@ class Model(nn.Module):
     half-width v the leading rows of V and columns of O; the others rest at zero gradient.
     part = (i, n): w_value and w_gram are the i-th of n shares of their rows. near: {name: Rows} that are at
     hand in place of such a table, see Optimizer.pull."""
-    turn_tables = staticmethod(turn_tables)      # for a View
+    view = staticmethod(view)
 
     def __init__(self, cfg, device, ops=None, part=(0, 1)):
         super().__init__()
@@ -2341,19 +2497,17 @@ class Model(nn.Module):
         seven, first = run.behind[layer.reads], run.first
         hidden = self.hidden(self.coef_w1[0], x)
         w2, bias = self.coef_remix_w2.type_as(x), self.coef_remix_bias.type_as(x)
-        c = (COEF_SCALE * F.linear(hidden, w2, bias)).split(1, 1)                  # 14 times (T, 1)
-        (v_first, v_seven, v_x, x_first, x_seven, x_x, gate_a, gate_b,
-         keep, attn, add_first, add_gram, keep_mlp, mlp) = c
-        extra = v_first * first + v_seven * seven + v_x * x
-        gate = torch.cat((gate_a, gate_b), 1).repeat_interleave(self.n_heads // 2, 1)             # (T, H)
-        value = self.by_head(run.values[i]) * gate[:, :, None] + self.by_head(extra)
-        mixed = (1 + x_x) * x + x_first * first + x_seven * seven
-        run.norm_read = rms_norm(seven)
+        c = COEF_SCALE * F.linear(hidden, w2, bias)                                               # (T, 14)
+        extra, inner, gate, outer, last = c.split(REMIX, 1)
+        gate = gate.repeat_interleave(self.n_heads // 2, 1)                                       # (T, H)
+        value = self.by_head(run.values[i]) * gate[:, :, None]
+        value = value + self.by_head(self.ops.mix(extra, first, seven, x))
+        mixed = x + self.ops.mix(inner, first, seven, x)
+        run.norm_read, run.before_remix = rms_norm(seven), x
         y = self.attend(run, i, run.norm_read, value)
-        run.before_remix = x
-        x = keep * mixed + attn * y + add_first * first + add_gram * run.gram
+        x = self.ops.mix(outer, mixed, y, first, run.gram)
         run.mlp_input = rms_norm(x)
-        return keep_mlp * x + mlp * self.mlp_of(run, MLPS[i], run.mlp_input)
+        return self.ops.mix(last, x, self.mlp_of(run, MLPS[i], run.mlp_input))
 
     def final_mix(self, run, x):
         """x plus ten earlier vectors, each times a coefficient for every token and group of channels."""
@@ -2366,10 +2520,7 @@ class Model(nn.Module):
         one, two, eight, ten = (run.values[i] for i in VALUES)
         sources = (run.first, run.behind[read], run.before_remix, one, run.behind[skipped], two, ten, eight,
                    run.mlp_input, run.norm_read)
-        x = x.unflatten(1, (GROUPS, -1))
-        for k, source in enumerate(sources):
-            x = x + COEF_SCALE * c[:, k, :, None] * source.unflatten(1, (GROUPS, -1))
-        return x.flatten(1)
+        return x + self.ops.mix(COEF_SCALE * c, *sources)
 
     def by_head(self, x):
         """(T, H E) -> (T, H, E)."""
@@ -2441,9 +2592,9 @@ PARAMS = (                   # parameters with the same settings, those sent fir
 def param_table(model, cfg):
     """One ParamRow for every parameter of the model."""
     absent = ("w_gram",) * (not model.ngram_rows) + POINTER * (not model.has_pointer)
-    rows = {name: ParamRow(name, getattr(model, name), *rest)
+    rows = {name: param_row(name, getattr(model, name), *rest)
             for names, *rest in PARAMS for name in names.split() if name not in absent}
-    # Muon's factor max(1, R / C) ** 0.5 for tall matrices, and down learns twice as fast as up [4]
+    # The factor max(1, R / C) ** 0.5 of [1] for tall matrices, and down learns twice as fast as up [4]
     up = max(1.0, cfg.d_mlp / cfg.d_model) ** 0.5
     lr_mul = torch.tensor([up, 2 * up], device=model.mlp.device).repeat(len(model.mlp) // 2)[:, None, None]
     rows["mlp"] = replace(rows["mlp"], lr_mul=lr_mul)
@@ -2454,26 +2605,28 @@ def param_table(model, cfg):
     return list(rows.values())
 
 
-# ======== 7. Optimizers ========================================================= budget 95 ====
-# Muon [1] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
+# ======== 7. Optimizers ======================================================== budget 120 ====
+# ANVIL [2] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
 # (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
 # (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
 # (3) A rank updates only its own slice of a bank or table, then sends it to all; small parameters live in
 #     one flat vector that every rank updates alike. So all ranks hold equal weights of these after a step.
-# (4) These, their gradients and all states stay at their addresses for the whole run.
-# (5) A zero gradient gives a zero update; decay remains.
-# (6) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before the step, their
-#     gradients go to the owners after it, who keep them until the next event of the tables.
+# (4) These, their gradients and all states keep their addresses. A zero gradient gives a zero update.
+# (5) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before, their gradients
+#     go to the owners after it, who keep them until the next event of the tables.
+# (6) Tied, the head takes both gradients, the embedding the head's weights and, when they part, its states.
 
+TIED = ("w_head", "w_embed")
 TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
 
 
 class Optimizer:
     """Owns the gradients and states of the parameters of a table of rows (see ParamRow for its fields)."""
 
-    def __init__(self, rows, comm, *, n_micro, muon_lr, muon_wd, adam_lr, adam_wd, adam_eps, ops=None):
+    def __init__(self, rows, comm, *, n_micro, anvil_lr, anvil_wd, adam_lr, adam_wd, adam_eps, averages=(),
+                 ops=None):
         self.comm, self.n_adam, self.rows, rest = comm, 0, rows, (1 / n_micro, ops or references())
-        self.muon, self.adam = Muon(muon_lr, muon_wd, *rest), Adam(adam_lr, adam_wd, adam_eps, *rest)
+        self.anvil, self.adam = Anvil(anvil_lr, anvil_wd, *rest), Adam(adam_lr, adam_wd, adam_eps, *rest)
         self.banks = [row for row in rows if row.kind == "bank"]
         self.tables = [row for row in rows if row.kind == "table"]
         self.sparse = [row for row in rows if row.kind in ("shared", "lazy")]
@@ -2485,6 +2638,9 @@ class Optimizer:
         for row in self.sparse:
             self.state[row.name] = zero_state(row.kind, row.param.data)
         self.flat = Flat([row for row in rows if row.kind == "small"], TAIL)
+        dense = {row.name: self._mine(row.param.data) for row in self.banks + self.tables}
+        shares = {row.name: row.param.data for row in self.sparse}
+        self.averages = Averages(averages, dense | shares, set(dense))
 
     def _mine(self, x):
         """This rank's slice of a bank, a table or what goes with it."""
@@ -2510,11 +2666,15 @@ class Optimizer:
         return near
 
     @torch.no_grad()
-    def step(self, step, lr, mu, event=0):
-        """Reduce the gradients, update, send the weights. lr: factor on all rates; mu: momentum of Muon;
-        event: 0, or for how many pairs of steps sparse tables are updated now: their decays go with it."""
-        adam = step % 2 == 1
-        sharded = self.banks + self.tables if adam else self.banks
+    def step(self, step, pace):
+        """Reduce the gradients, update, send the weights, move the averages."""
+        adam, (head, embed) = step % 2 == 1, TIED
+        w = {row.name: row.param for row in self.tables}
+        alone = [row for row in self.tables if not (pace.tied and row.name == embed)]
+        sharded = self.banks + alone if adam else self.banks
+        if adam and pace.tied:
+            w[head].grad += w[embed].grad
+            w[embed].grad.zero_()
         # All reductions start before the first update, so that they can hide behind it (on a GPU).
         sent = [self.comm.reduce_scatter(row.param.grad) for row in sharded]
         flat = self.comm.all_reduce(self.flat.grad) if adam else None
@@ -2528,23 +2688,43 @@ class Optimizer:
             p, state = self._mine(row.param.data), self.state[row.name]
             if row.kind == "bank":
                 lr_mul = self._mine(row.lr_mul) if isinstance(row.lr_mul, Tensor) else row.lr_mul
-                self.muon.bank(row, lr_mul, p, g, state, lr=lr, mu=mu)
+                self.anvil.bank(row, lr_mul, p, g, state, pace)
             else:
-                self.adam.table(row, (p, g, *state.values()), lr, self.n_adam)
+                self.adam.table(row, (p, g, *state.values()), pace.lr, self.n_adam)
             gathers.append(self.comm.all_gather(row.param.data))
         if adam:
             flat.wait()
-            self.flat.step(self.adam, lr, self.n_adam)
+            self.flat.step(self.adam, pace.lr, self.n_adam)
         for row, pending in zip(sharded, gathers):
             pending.wait()
             row.param.grad.zero_()
-        self.events += [event] * (event > 0)
-        for row in self.sparse if event else ():
+        if adam and pace.tied:
+            w[embed].data.copy_(w[head].data)
+        if pace.parts:
+            for name, x in self.state[embed].items():
+                x.copy_(self.state[head][name])
+        self.events += [pace.event] * (pace.event > 0)
+        for row in self.sparse if pace.event else ():
             arrived, self.arrived[row.name] = self.arrived[row.name], []
-            self.adam.event(row, (row.param.data, *self.state[row.name].values()), arrived, lr, self.events)
+            whole = row.param.data, *self.state[row.name].values()
+            self.adam.event(row, whole, arrived, pace.lr, self.events)
+        self.averages.tick(pace.ticks)
+
+    @torch.no_grad()
+    def ship(self):
+        """Blend the averages into the weights, on all ranks."""
+        names = self.averages.ship(self.comm.all_reduce)
+        sent = [row.param.data for row in self.banks + self.tables if row.name in names]
+        for pending in [self.comm.all_gather(x) for x in sent]:
+            pending.wait()
+
+    def reset(self, n_adam=0, events=()):
+        """Counts of steps and events as they were, and no averages."""
+        self.n_adam, self.events = n_adam, [*events]
+        self.averages.begun.clear()
 
 
-# ======== 8. Data =============================================================== budget 490 ====
+# ======== 8. Data =============================================================== budget 475 ====
 # Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
 # All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
 # skipped. What a micro-batch holds is a function of its number in the run alone: not of the rank, the world
@@ -2789,27 +2969,13 @@ def doc_starts(tokens):
     return np.maximum.accumulate(np.where(tokens == BOS, position, 0))
 
 
-def validation_tokens(cfg):
-    """The first val_tokens + 1 tokens of the validation files: uint16."""
-    shards = [open_shard(path) for path in files_of(cfg.val_files, "val_files")]
-    return np.concatenate([shard[:cfg.val_tokens + 1] for shard in shards])[:cfg.val_tokens + 1]
-
-
-def unigram_loss(cfg):
-    """Cross-entropy of the validation targets under the frequencies of the first million training tokens,
-    each count plus one. A model below this number makes use of context."""
-    train = open_shard(files_of(cfg.train_files, "train_files")[0])[:CHECK_TOKENS]
-    targets = validation_tokens(cfg)[1:]
-    counts = np.bincount(train, minlength=VOCAB) + 1.0
-    return -float(np.log(counts / counts.sum())[targets].mean())
-
-
 def read_validation(cfg, comm, vocabulary):
     """This rank's validation streams: [batch, ...] as Model.forward takes them, on the CPU, in order.
 
     Stream i of val_tokens / val_seq goes to rank i mod world. Streams do not begin at a document's start.
     Every rank gets the same number, some perhaps an empty one at the end."""
-    flat, streams = validation_tokens(cfg), []
+    shards = [open_shard(path) for path in files_of(cfg.val_files, "val_files")]
+    flat, streams = np.concatenate([x[:cfg.val_tokens + 1] for x in shards])[:cfg.val_tokens + 1], []
     rounds = -(-(cfg.val_tokens // cfg.val_seq) // comm.world)
     for i in range(comm.rank, rounds * comm.world, comm.world):
         piece = flat[i * cfg.val_seq:(i + 1) * cfg.val_seq + 1]
@@ -3033,14 +3199,12 @@ class Loader:
         return list(zip(*on_device))
 
 
-# ======== 9. Schedules ========================================================== budget 100 ====
+# ======== 9. Schedules =========================================================== budget 90 ====
 # What changes during a run, as pure functions of (cfg, step): no tensor, no rank, no state. Steps count
 # from 0. Stage boundaries are in section 1 (Config.stage_ends), since the command line is checked against
 # them; everything here follows from them.
 
-ROTARY_BASE = 1024           # the slowest pair of channels turns by 1 / 1024 radian per token
-YARN_TURNS = (1.0, 32.0)     # turns in a window at which a frequency is stretched fully, and not at all [4]
-YARN_GAIN = 0.2
+FAST_BETA, FAST_SHARE = 0.85, 0.4385   # of ANVIL's fast rail, once the slow one has a part [2]
 LATE_SHARE = (2, 3)          # of stage 2 have passed when its loss takes more classes
 EVENT_EVERY = 4              # steps between two events of the tables, half as many at first
 EVENT_SWITCH = 336           # step from which they are rarer, at n_steps = 1050 [4]
@@ -3060,13 +3224,14 @@ def lr_at(cfg, step):
     return cfg.stages[stage_at(cfg, step)].lr * (1 - cool) + cfg.lr_floor * cool
 
 
-def mu_at(cfg, step):
-    """Muon's momentum: up to mu_high at the start, back at the end; the ramps shrink with a shorter run."""
-    shrink = min(1.0, cfg.n_steps / REFERENCE_STEPS)
-    rise, fall = cfg.mu_rise * shrink, cfg.mu_fall * shrink
+def rails_at(cfg, step):
+    """(mu, beta, blend) of ANVIL, see Pace: mu up to mu_high at the start, back at the end, and beta with it
+    until the slow rail joins in. The ramps shrink with a shorter run."""
+    rise, fall = cfg.mu_rise * cfg.shrink, cfg.mu_fall * cfg.shrink
     up = min(step / rise, 1.0)
     down = min(max((step - (cfg.n_steps - fall)) / fall, 0.0), 1.0)
-    return cfg.mu_low + (cfg.mu_high - cfg.mu_low) * (up - down)
+    mu = cfg.mu_low + (cfg.mu_high - cfg.mu_low) * (up - down)
+    return (mu, mu, 1.0) if step < cfg.slow_from * cfg.shrink else (mu, FAST_BETA, FAST_SHARE)
 
 
 def n_classes_at(cfg, step):
@@ -3081,10 +3246,29 @@ def n_classes_at(cfg, step):
 def event_at(cfg, step):
     """0, or for how many pairs of steps the sparse tables are updated after a step: 1, later 2. The last step
     of all updates them in any case, as if for 2, so that no gradient is lost."""
-    switch = EVENT_SWITCH * min(1.0, cfg.n_steps / REFERENCE_STEPS)
-    if step < EVENT_EVERY * round(switch / EVENT_EVERY):
+    if step < EVENT_EVERY * round(EVENT_SWITCH * cfg.shrink / EVENT_EVERY):
         return step % 2
     return 2 * (step % EVENT_EVERY == EVENT_EVERY - 1 or step == cfg.n_steps - 1)
+
+
+def ticks_at(cfg, step):
+    """How far each row of AVERAGES moves towards the weights after a step: begun `window` steps before the
+    end, after the steps s with s mod every = phase and the `last` ones. A folded rate is that of one step:
+    the window's first step begins the average, a later one stands for two, the very last for one."""
+    rates, left = [], cfg.n_steps - 1 - step
+    for _, window, every, phase, last, rate, folded, _ in AVERAGES:
+        begin, rate = cfg.n_steps - window * cfg.shrink, min(rate / cfg.shrink, 1.0)
+        due = step % every == phase or left < last or (folded and step < begin + 1)
+        rate = 1 - (1 - rate) ** every if folded and left else rate
+        rates.append(rate if due and step >= begin else 0.0)
+    return tuple(rates)
+
+
+def pace_at(cfg, step):
+    """The Pace of a step. Head and embedding part after the first odd step of the extension."""
+    last_tied = cfg.stage_ends[-2] | 1
+    return Pace(lr_at(cfg, step), *rails_at(cfg, step), event_at(cfg, step), step <= last_tied,
+                step == last_tied, ticks_at(cfg, step))
 
 
 def targets_at(cfg, step):
@@ -3104,32 +3288,6 @@ def plan_at(cfg, step):
     return StepPlan(stage.T, stage.max_doc, n_classes_at(cfg, step), *targets_at(cfg, step))
 
 
-def yarn(freqs, scale, old, new):
-    """Frequencies and softmax scale after the window has grown from old to new tokens [3].
-
-    Slow frequencies, with less than one turn in the old window, are stretched by new / old; fast ones, with
-    more than 32, stay; those between are blended."""
-    low, high = YARN_TURNS
-    keep = [min(max((old * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in freqs]
-    shrunk = [f * (old / new + k * (1 - old / new)) for f, k in zip(freqs, keep)]
-    return shrunk, scale * (1 + YARN_GAIN * math.log(new / old))
-
-
-def rotary_at(cfg, stage, wide):
-    """(angular frequencies, softmax scale) of a stage's wide or narrow heads: d_head/4 frequencies, falling.
-
-    One YaRN step for every growth of the window up to this stage; narrow heads follow the short window, wide
-    ones the long one. Validation takes no step."""
-    n = cfg.d_head // 2 // 2
-    freqs = [ROTARY_BASE ** (-i / max(n - 1, 1)) for i in range(n)]
-    scale = cfg.scale_wide if wide else cfg.scale_narrow
-    windows = [row.long if wide else row.short for row in cfg.stages[:stage + 1]]
-    for before, here in zip(windows, windows[1:]):
-        if here != before:
-            freqs, scale = yarn(freqs, scale, before, here)
-    return freqs, scale
-
-
 # ======== 10. Graphs ============================================================ budget 150 ====
 # What is done once per process before the clock starts: which replacements run, whether the memory suffices,
 # and every shape run once on synthetic tokens, so that all is compiled, libraries are loaded, connections
@@ -3139,6 +3297,7 @@ def rotary_at(cfg, stage, wide):
 
 SYNTHETIC_STRIDE = 7919       # prime: the ids walk through the whole vocabulary
 GIB = 1 << 30
+COMPILED_WIDTHS = 64          # of one function, over all runs of a process
 SHIFTS = 16                   # so many halvings of a setting are tried until it fits
 
 
@@ -3157,6 +3316,7 @@ def pick(switch):
 def compiled(row, backend="inductor"):
     """row.fast through the compiler, with the length of the first argument open, all other sizes fixed."""
     torch._dynamo.config.automatic_dynamic_shapes = False    # a second width compiles anew, it opens nothing
+    torch._dynamo.config.recompile_limit = COMPILED_WIDTHS
     built = torch.compile(row.fast, fullgraph=True, backend=backend)
 
     def call(*xs, **settings):
@@ -3190,9 +3350,10 @@ def n_compiled():
 def make(cfg, comm, device, ops=None):
     """(Model, Optimizer) of a run on a device; on `meta` they have shapes only."""
     model = Model(cfg, device, ops, (comm.rank, comm.world))
-    return model, Optimizer(param_table(model, cfg), comm, n_micro=cfg.n_micro, muon_lr=cfg.muon_lr,
-                            muon_wd=cfg.muon_wd, adam_lr=cfg.adam_lr, adam_wd=cfg.adam_wd,
-                            adam_eps=cfg.adam_eps, ops=ops)
+    return model, Optimizer(param_table(model, cfg), comm, n_micro=cfg.n_micro, anvil_lr=cfg.anvil_lr,
+                            anvil_wd=cfg.anvil_wd, adam_lr=cfg.adam_lr, adam_wd=cfg.adam_wd,
+                            adam_eps=cfg.adam_eps, ops=ops,
+                            averages=[(row[0].split(), row[-1]) for row in AVERAGES])
 
 
 def memory_needed(cfg, comm):
@@ -3200,7 +3361,8 @@ def memory_needed(cfg, comm):
     n-grams with its states, training, validation)."""
     optimizer, longest = make(cfg, comm, torch.device("meta"))[1], max(stage.T for stage in cfg.stages)
     table = sum(x.nbytes for xs in optimizer.lazy().values() for x in xs)
-    return (2 * sum(x.nbytes for x in optimizer.tensors()), table,
+    averages = sum(x.nbytes for of in optimizer.averages.of for x in of.values())
+    return (2 * sum(x.nbytes for x in optimizer.tensors()) + averages, table,
             stream_bytes(cfg, longest, cfg.n_micro // comm.world)[0], stream_bytes(cfg, cfg.val_seq, 1)[1])
 
 
@@ -3258,7 +3420,7 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
         ids = optimizer.near[name].asked
         rows += [(x, ids, x[ids]) for x in xs]
     for step in range(2):
-        optimizer.step(step, 1.0, cfg.mu_low, event=step)
+        optimizer.step(step, Pace(1.0, cfg.mu_low, cfg.mu_low, 1.0, event=step))
     optimizer.comm.settle()
     tell("optimizer")
     with torch.no_grad():
@@ -3269,12 +3431,13 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
             x.copy_(old)
         for x, ids, old in rows:
             x[ids] = old
-    (optimizer.n_adam, optimizer.events), model.near = counts, {}
+    optimizer.reset(*counts)
+    model.near = {}
     optimizer.comm.settle()
     tell("validation")
 
 
-# ======== 11. Train ============================================================= budget 380 ====
+# ======== 11. Train ============================================================= budget 365 ====
 # A run from the command line to the last line of the log. Invariants:
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.
@@ -3319,11 +3482,11 @@ class LossRing:
 
 def view_at(cfg, stage, device, n_positions, long=None, block=None):
     """View of a stage for streams of n_positions tokens; `long` and `block` replace its long window and the
-    pointer's block."""
-    (narrow, scale_narrow), (wide, scale_wide) = (rotary_at(cfg, stage, wide) for wide in (False, True))
-    scales = (torch.tensor(x, device=device) for x in (scale_narrow, scale_wide))
-    return View(cfg.stages[stage].short, long or cfg.stages[stage].long, block or cfg.pointer_block, *scales,
-                **Model.turn_tables(narrow, wide, n_positions, device))
+    pointer's block, and change no table. Narrow heads follow the short windows, wide ones the long."""
+    rows, n = cfg.stages[:stage + 1], cfg.d_head // 2 // 2
+    return Model.view((rows[-1].short, long or rows[-1].long, block or cfg.pointer_block),
+                      (n, cfg.scale_narrow, [row.short for row in rows]),
+                      (n, cfg.scale_wide, [row.long for row in rows]), n_positions, device)
 
 
 def tokens_until(cfg, step):
@@ -3394,7 +3557,7 @@ def renew(run, cfg, log):
     for arrived in run.optimizer.arrived.values():       # after the last event of the run before
         arrived.clear()
     run.model.load_state_dict({name: x for name, x in weights.items() if name != "w_gram"}, strict=False)
-    run.optimizer.n_adam, run.optimizer.events = 0, []
+    run.optimizer.reset()
     log.phase("new weights")
     return begin(cfg, run.comm, log, run.guard, model=run.model, optimizer=run.optimizer,
                  telemetry=run.telemetry)
@@ -3410,7 +3573,7 @@ def train_step(run, batch, view, step):
         tail[0] += loss.detach()
         run.guard.step()
     tail[1] = (~torch.isfinite(tail[0])) * 2.0 ** run.comm.rank
-    run.optimizer.step(step, lr_at(run.cfg, step), mu_at(run.cfg, step), event_at(run.cfg, step))
+    run.optimizer.step(step, pace_at(run.cfg, step))
 
 
 def report(run, wait=False):
@@ -3424,7 +3587,7 @@ def report(run, wait=False):
             if bad_ranks or not math.isfinite(total):
                 ranks = [str(r) for r in range(max(WORLDS)) if int(bad_ranks) >> r & 1]
                 raise RunFailed(f"the loss of step {step + 1} is not finite on rank {', '.join(ranks)}. "
-                                f"Lower learning rates (muon_lr, adam_lr) are the usual cure.")
+                                f"Lower learning rates (anvil_lr, adam_lr) are the usual cure.")
             loss = total / (cfg.n_micro * cfg.stages[stage_at(cfg, step)].T)
             run.log.line(f"step {step + 1:5d}/{cfg.n_steps} | tokens {tokens_until(cfg, step + 1):11,d} | "
                          f"loss {loss:9.6f} | time {seconds:8.3f} s | {MS * (seconds - before):8.2f} ms/step",
@@ -3494,6 +3657,8 @@ def train(run):
     if stamps:                                   # stopped after an even step: its loss is summed alone
         run.comm.all_reduce(run.optimizer.flat.tail).wait()
         run.ring.push((cfg.n_run - 1,), run.optimizer.flat.tail, stamps)
+    if cfg.n_run == cfg.n_steps:
+        run.optimizer.ship()
     return validate(run, cfg.n_run, cfg.val_long)
 
 
@@ -3517,13 +3682,6 @@ def save_weights(run):
         run.log.line(f"saved: {run.cfg.save}")
 
 
-def telemetry_lines(samples):
-    """Footer lines on the GPUs while the clock ran, n/a without samples."""
-    names, columns = ("gpu_sm_mhz", "gpu_power_w", "gpu_temp_c"), list(zip(*samples))[2:] or [(), (), ()]
-    return [f"{name}: " + (f"mean {np.mean(x):.0f}, least {min(x):.0f}, most {max(x):.0f}" if x else "n/a")
-            for name, x in zip(names, columns)]
-
-
 def footer(run, val_loss):
     """The summary of a complete run, one `key: value` a line."""
     cfg, comm = run.cfg, run.comm
@@ -3543,7 +3701,6 @@ def footer(run, val_loss):
     for text in (
         "---",
         f"val_loss: {val_loss:.6f}",
-        f"val_unigram: {unigram_loss(cfg):.6f}",
         f"train_s: {train_s:.3f}",
         f"train_s_spread: {spread:.6f}",
         f"ms_per_step: {MS * train_s / cfg.n_run:.2f}",
@@ -3556,7 +3713,7 @@ def footer(run, val_loss):
         f"cold_start_s: {f'{run.cold_start_s:.1f}' if run.cold_start_s else 'n/a, not the first run'}",
         f"compiled_on_clock: {n_new}",
         f"peak_gpu_mib: {torch.cuda.max_memory_allocated() // MIB if comm.device.type == 'cuda' else 'n/a'}",
-        *telemetry_lines(run.telemetry.samples),
+        *run.telemetry.summary(),
     ):
         run.log.line(text)
 
@@ -3608,7 +3765,7 @@ def main(argv=None):
     try:
         cfg, comm = open_run(sys.argv[1:] if argv is None else argv)
         if cfg.sample:
-            return say(continuation(cfg))
+            return Log.show(continuation(cfg))
     except Refusal as e:
         sys.exit(f"FAILED: {e}")
     guard = Guard(comm, cfg.start_limit_s)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 KINDS = {"bitwise", "reorder", "approx"}
-COMPILED = ("loss_rows", "heads", "relu2", "smear", "signed_sum", "key_offset", "exclude_self", "muon_momentum", "muon_apply",
+COMPILED = ("loss_rows", "heads", "relu2", "smear", "mix", "signed_sum", "key_offset", "exclude_self", "anvil_momentum", "anvil_apply",
             "adam_step", "ngrams")
 
 

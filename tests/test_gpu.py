@@ -17,8 +17,8 @@ from conftest import ROOT, SCRIPT, bare_env, command, docs, losses, read_log, ru
 N_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not N_GPUS, reason="no GPU")]
 two_gpus = pytest.mark.skipif(N_GPUS < 2, reason=f"{N_GPUS} GPU, the test needs 2")
-NAMES = ("attention", "add_rows", "loss_rows", "heads", "relu2", "smear", "signed_sum", "key_offset", "exclude_self",
-         "muon_momentum", "muon_apply", "adam_step", "ngrams", "row_event")
+NAMES = ("attention", "add_rows", "loss_rows", "heads", "relu2", "smear", "mix", "signed_sum", "key_offset", "exclude_self",
+         "anvil_momentum", "anvil_apply", "adam_step", "ngrams", "row_event")
 
 
 def rand_on(device, seed, dtype=torch.bfloat16):
@@ -26,7 +26,7 @@ def rand_on(device, seed, dtype=torch.bfloat16):
     return lambda *shape: torch.randn(shape, device=device, generator=generator).to(dtype)
 
 
-IN_PLACE = {"add_rows", "muon_momentum", "muon_apply", "adam_step", "row_event"}   # they change arguments and have no gradient
+IN_PLACE = {"add_rows", "anvil_momentum", "anvil_apply", "adam_step", "row_event"}   # they change arguments and have no gradient
 
 
 def copied(x, wide):
@@ -38,7 +38,7 @@ def copied(x, wide):
 
 def answers(name, f, args, settings, *, wide, seed, join):
     """All that a row's function gives, in fp64: results, then gradients or changed arguments."""
-    xs = [copied(x, wide and name != "muon_apply") for x in args]      # the parts of a master stay what they are
+    xs = [copied(x, wide and name != "anvil_apply") for x in args]      # the parts of a master stay what they are
     floats = [x for x in xs if isinstance(x, torch.Tensor) and x.is_floating_point()]
     floats = floats[:1] if name == "heads" else floats                 # its tables are no inputs
     wants_grad = name not in IN_PLACE | {"loss_rows", "ngrams"}
@@ -50,7 +50,7 @@ def answers(name, f, args, settings, *, wide, seed, join):
     draw, more = rand_on("cuda", seed), []
     if wants_grad:
         more = torch.autograd.grad(out, floats, [draw(*x.shape).to(x.dtype) for x in out])
-    elif name == "muon_apply":
+    elif name == "anvil_apply":
         more = [xs[0], join(xs[0], xs[1])]       # low bits alone say nothing
     elif name in IN_PLACE:
         more = [x for x in xs if isinstance(x, torch.Tensor)]
@@ -188,7 +188,7 @@ def test_every_row_is_tested(tg):
     assert set(NAMES) == set(tg.FAST)
 
 
-@pytest.mark.parametrize("name", ("heads", "relu2", "smear", "signed_sum", "key_offset", "exclude_self", "loss_rows", "ngrams"))
+@pytest.mark.parametrize("name", ("heads", "relu2", "smear", "mix", "signed_sum", "key_offset", "exclude_self", "loss_rows", "ngrams"))
 def test_one_compilation_serves_every_length(tg, name, monkeypatch):
     """T differs from stage to stage; a second compilation would fall on the clock."""
     torch._dynamo.reset()            # what other tests compiled would be used again
