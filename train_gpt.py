@@ -1110,16 +1110,18 @@ def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, PLAC
 
 
 @triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
-def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, window, lse_pitch,
-                         PLACES: tl.constexpr, I: tl.constexpr, J: tl.constexpr, E: tl.constexpr,
-                         E_V: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
+def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, window, lse_pitch, q_pitch,
+                         y_pitch, dy_pitch, PLACES: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
+                         E: tl.constexpr, E_V: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
     first, h = tl.program_id(0) * I, tl.program_id(1)
     i = first + tl.arange(0, I)
     low = _low(start_ptr, i, T, window, PLACES)
     lowest = _low(start_ptr, first, T, window, PLACES)
     inside = _low(start_ptr, first + I - 1, T, window, PLACES)
-    q_tile, dy_tile = _tile(q, first, h, PLACES, I, E), _tile(dy, first, h, PLACES, I, E_V)
-    delta = tl.sum(_tile(y, first, h, PLACES, I, E_V).to(tl.float32) * dy_tile.to(tl.float32), 1)
+    q_tile = _held(q, q_pitch, first, h, T, PLACES, I, E)
+    dy_tile = _held(dy, dy_pitch, first, h, T, PLACES, I, E_V)
+    y_tile = _held(y, y_pitch, first, h, T, PLACES, I, E_V)
+    delta = tl.sum(y_tile.to(tl.float32) * dy_tile.to(tl.float32), 1)
     tl.store(delta_ptr + h * lse_pitch + i, delta, mask=i < lse_pitch)
     lse = tl.load(lse_ptr + h * lse_pitch + i, mask=i < lse_pitch, other=0.0)
     acc = tl.zeros((I, E), tl.float32)
@@ -1240,10 +1242,11 @@ def attention_grad_into(dy, q, k, v, y, lse, *, start, ends, window, pairs, dq, 
     dy, q, k, v, y = map(_laid, (dy, q, k, v, y))
     delta, widths = torch.empty_like(lse), (E, E_V)
     I, J, warps, stages, registers = tiles[0] if tiles else ATTN_DQ[widths]
+    held_q, held_y, held_dy = (x if pairs else _tiles(x, places, I) for x in (q, y, dy))
     _attention_dq_kernel[-(-T // I), len(lse)](
-        _tiles(q, places, I), _tiles(k, places, J), _tiles(v, places, J), _tiles(y, places, I),
-        _tiles(dy, places, I), _tiles(dq, places, I), lse, delta, start, T, window, lse.stride(0),
-        places, I, J, E, E_V, num_warps=warps, num_stages=stages, maxnreg=registers)
+        held_q, _tiles(k, places, J), _tiles(v, places, J), held_y, held_dy, _tiles(dq, places, I), lse, delta,
+        start, T, window, lse.stride(0), q.stride(0), y.stride(0), dy.stride(0), places, I, J, E, E_V,
+        num_warps=warps, num_stages=stages, maxnreg=registers)
     I, J, warps, stages, registers = tiles[1] if tiles else ATTN_DKV[widths]
     held = (k, v) if pairs else (_tiles(k, places, J), _tiles(v, places, J))
     vectors = (TensorDescriptor(x, [x.numel()], [1], [I]) for x in (lse, delta))
@@ -2127,32 +2130,68 @@ class Averages:
 
 
 # ---- 4.10 pointer: what a token copies from those before it ----------------------------------------
-# Without a pair: a GPU runs the reference, which takes two blocks of keys at a time, never all (T, T).
+# Two blocks of keys at a time, never all (T, T); the products are torch's, what lies between is compiled.
 
-POINTER_ROWS = 1024          # queries that the pointer takes at once
+POINTER_ROWS = 2048          # queries that the pointer takes at once
 
 
 def pointer_blocks(T, block):
     """[(queries, keys)] as slices: queries of one block of the stream, keys of it and the block before."""
     starts = [(at, i) for at in range(0, T, block) for i in range(at, min(at + block, T), POINTER_ROWS)]
-    stops = [min(i + POINTER_ROWS, at + block, T) for at, i in starts]
-    return [(slice(i, stop), slice(max(at - block, 0), stop)) for (at, i), stop in zip(starts, stops)]
+    return [(slice(i, min(i + POINTER_ROWS, at + block, T)), slice(max(at - block, 0), min(at + block, T)))
+            for at, i in starts]
 
 
-def pointer_weights(q, k, sink, start, here, there):
-    """(A, s): weights of the keys `there` (I, J) and of the sink (I, 1) for the queries `here`, together 1.
+def pointer_weights(scores, of_sink, rows, cols, scale):
+    """(A (I, J), s (I, 1), hits (I, J)): weights of keys and sink, together 1, and which keys copy the target.
 
-    math     softmax over j of q_i k_j / sqrt(E) and of q_i sink / sqrt(E), over start[i] <= j < i
-    shapes   q, k: (T, E), sink: (E,), start: (T,); weights at least fp32
+    math     softmax of scale scores_ij over start[i] <= j < i and of of_sink_i; hits_ij: tokens[j] = target[i]
+    shapes   scores: (I, J), of_sink: (I, 1); rows: (I, 3) int64, i, start and target of each query;
+             cols: (2, J) int64, j and token of each key; weights at least fp32
     """
-    wide, scale = torch.promote_types(q.dtype, torch.float32), q.shape[1] ** -0.5
-    position = torch.arange(len(q), device=q.device)
-    i, j = position[here, None], position[None, there]
-    scores = (q[here] @ k[there].T).to(wide) * scale
-    scores = scores.masked_fill((j >= i) | (j < start[here, None]), -math.inf)
-    of_sink = (q[here].to(wide) @ sink.to(wide) * scale)[:, None]
-    lse = torch.logaddexp(scores.logsumexp(1, keepdim=True), of_sink)
-    return (scores - lse).exp(), (of_sink - lse).exp()
+    (i, start, target), (j, tokens) = rows.split(1, 1), cols.split(1, 0)
+    scores = scores.to(of_sink.dtype) * scale
+    scores = scores.masked_fill((j >= i) | (j < start), -math.inf)
+    top = torch.maximum(scores.amax(1, keepdim=True), of_sink)
+    weights, sink = (scores - top).exp(), (of_sink - top).exp()
+    total = weights.sum(1, keepdim=True) + sink
+    return weights / total, sink / total, tokens == target
+
+
+def pointer_read(scores, of_sink, rows, cols, *, scale):
+    """(I, 2): the weight that copies each query's target, and that of the sink; see pointer_weights."""
+    weights, sink, hits = pointer_weights(scores, of_sink, rows, cols, scale)
+    return torch.cat(((weights * hits).sum(1, keepdim=True), sink), 1)
+
+
+def pointer_slopes(scores, of_sink, rows, cols, dmix, *, scale):
+    """(du (I, J) as scores, du_sink (I, 1)): gradients of scores and of_sink for those of pointer_read.
+
+    With D_i = dc_i c_i + ds_i s_i: du_ij = A_ij (dc_i [hit] - D_i), du_sink = s_i (ds_i - D_i).
+    """
+    weights, sink, hits = pointer_weights(scores, of_sink, rows, cols, scale)
+    dc, ds = dmix.split(1, 1)
+    mean = dc * (weights * hits).sum(1, keepdim=True) + ds * sink
+    return (scale * weights * (dc * hits - mean)).type_as(scores), sink * (ds - mean)
+
+
+def _pointer_read_example(rand, size):
+    """A block of queries that see the keys before them in their document, and a third of the ids."""
+    I, J = EXAMPLE_T[size] // EXAMPLE_PART, EXAMPLE_PART
+    scores, i = rand(I, J), torch.arange(I, device=rand(1).device)
+    rows = torch.stack((i, i // 2, i % EXAMPLE_QKV), 1)
+    j = torch.arange(J, device=i.device)
+    return (scores, rand(I, 1).float(), rows, torch.stack((j, j % EXAMPLE_QKV))), {"scale": 0.5}
+
+
+def _pointer_slopes_example(rand, size):
+    """The same, with gradients of what is read."""
+    xs, settings = _pointer_read_example(rand, size)
+    return (*xs, rand(len(xs[0]), 2).float()), settings
+
+
+FAST["pointer_read"] = Fast("reorder", pointer_read, pointer_read, _pointer_read_example, "step")
+FAST["pointer_slopes"] = Fast("reorder", pointer_slopes, pointer_slopes, _pointer_slopes_example, "step")
 
 
 class Pointer(torch.autograd.Function):
@@ -2163,39 +2202,44 @@ class Pointer(torch.autograd.Function):
     """
 
     @staticmethod
+    def parts(q, sink, tokens, following, start):
+        """(of_sink, rows, cols) of all queries and keys, see pointer_weights."""
+        wide, i = torch.promote_types(q.dtype, torch.float32), torch.arange(len(q), device=q.device)
+        of_sink = (q.to(wide) @ sink.to(wide) * q.shape[1] ** -0.5)[:, None]
+        return of_sink, torch.stack((i, start.long(), following.long()), 1), torch.stack((i, tokens.long()))
+
+    @staticmethod
     def forward(ctx, q, k, sink, tokens, following, where):
-        ctx.save_for_backward(q, k, sink, tokens, following)
-        ctx.where, (start, block), mix = where, where, []
-        for here, there in pointer_blocks(len(q), block):
-            weights, of_sink = pointer_weights(q, k, sink, start, here, there)
-            hits = tokens[None, there] == following[here, None]
-            mix.append(torch.cat(((weights * hits).sum(1, keepdim=True), of_sink), 1))
-        return torch.cat(mix)
+        start, block, ops = where
+        of_sink, rows, cols = Pointer.parts(q, sink, tokens, following, start)
+        ctx.save_for_backward(q, k, sink, of_sink, rows, cols)
+        ctx.block, ctx.ops = block, ops
+        return torch.cat([ops.pointer_read(q[here] @ k[there].T, of_sink[here], rows[here], cols[:, there],
+                                           scale=q.shape[1] ** -0.5)
+                          for here, there in pointer_blocks(len(q), block)])
 
     @staticmethod
     def backward(ctx, dmix):
-        """With D_i = dc_i c_i + ds_i s_i: du_ij = A_ij (dc_i [hit] - D_i), du_sink = s_i (ds_i - D_i)."""
-        (q, k, sink, tokens, following), (start, block) = ctx.saved_tensors, ctx.where
-        dq, dk, dsink = (torch.zeros_like(x, dtype=dmix.dtype) for x in (q, k, sink))
-        scale = q.shape[1] ** -0.5
-        for here, there in pointer_blocks(len(q), block):
-            weights, of_sink = pointer_weights(q, k, sink, start, here, there)
-            hits = tokens[None, there] == following[here, None]
-            dc, ds = dmix[here].split(1, 1)
-            mean = dc * (weights * hits).sum(1, keepdim=True) + ds * of_sink
-            du, du_sink = scale * weights * (dc * hits - mean), scale * of_sink * (ds - mean)
-            low = du.type_as(q)
-            dq[here] = (low @ k[there]).to(dmix.dtype) + du_sink * sink.to(dmix.dtype)
-            dk[there] += (low.T @ q[here]).to(dmix.dtype)
-            dsink += (du_sink * q[here].to(dmix.dtype)).sum(0)
-        return dq.type_as(q), dk.type_as(k), dsink.type_as(sink), None, None, None
+        q, k, sink, of_sink, rows, cols = ctx.saved_tensors
+        dq, dk, scale, of_sinks = torch.empty_like(q), torch.zeros_like(k, dtype=dmix.dtype), len(sink) ** -0.5, []
+        for here, there in pointer_blocks(len(q), ctx.block):
+            du, du_sink = ctx.ops.pointer_slopes(q[here] @ k[there].T, of_sink[here], rows[here],
+                                                 cols[:, there], dmix[here], scale=scale)
+            dq[here] = du @ k[there]
+            dk[there] += du.T @ q[here]
+            of_sinks.append(du_sink)
+        du_sink = scale * torch.cat(of_sinks)
+        dsink = (du_sink * q.to(dmix.dtype)).sum(0)
+        return dq + (du_sink * sink).type_as(q), dk.type_as(k), dsink.type_as(sink), None, None, None
 
     @staticmethod
     def last(q, k, sink, tokens, where, n):
         """(c (n,), s ()) of the last token of a stream: what it copies of each of n tokens, and its sink."""
-        here, there = pointer_blocks(len(q), where[1])[-1]
-        weights, of_sink = pointer_weights(q, k, sink, where[0], here, there)
-        return weights.new_zeros(n).index_add(0, tokens[there].long(), weights[-1]), of_sink[-1, 0]
+        (here, there), (start, block) = pointer_blocks(len(q), where[1])[-1], where
+        of_sink, rows, cols = Pointer.parts(q, sink, tokens, tokens, start)
+        weights, sink, _ = pointer_weights(q[here] @ k[there].T, of_sink[here], rows[here], cols[:, there],
+                                           q.shape[1] ** -0.5)
+        return weights.new_zeros(n).index_add(0, tokens[there].long(), weights[-1]), sink[-1, 0]
 
 
 # ======== 5. Ops ================================================================ budget 20 ====
@@ -2383,7 +2427,8 @@ class Model(nn.Module):
             copy = torch.full((1,), COPY, device=x.device)
             following = targets[:, 0] if classes is None else classes[targets[:, 0]]
             copy = copy if classes is None else torch.searchsorted(classes, copy)
-            mix = pointer(*self.pointer_parts(x), tokens, following, (doc_start, view.pointer_block))
+            where = doc_start, view.pointer_block, self.ops
+            mix = pointer(*self.pointer_parts(x), tokens, following, where)
         n_classes = COPY + self.has_pointer if only_tokens else VOCAB_PADDED
         return softcap_loss(x, self.w_head, self.w_head.grad, targets, weights, classes=classes,
                             n_classes=n_classes, rows_op=self.ops.loss_rows, mix=mix, copy=copy)
@@ -2469,22 +2514,27 @@ class Model(nn.Module):
     def layer(self, run, i, x):
         """A layer: attention or skip, what is added beside it, and the MLPs."""
         layer, gates = LAYERS[i], run.gates
-        stream_a, stream_m = self.mix_stream[i].type_as(x).unbind(0)
+        stream_a, stream_m = self.mix_stream[i]
         if layer.skip >= 0:
             x = x + torch.sigmoid(self.mix_skip).type_as(x) * gates["skip", i] * run.behind[layer.skip]
         else:
-            y = stream_a * x
+            terms = [(stream_a, x)]
             if layer.attention:
                 h = rms_norm(x if layer.reads < 0 else run.behind[layer.reads])
                 value = self.gated_value(run, i, h) if layer.value else None
-                y = y + self.mix_attn[ATTENDS[i]].type_as(x) * self.attend(run, i, h, value)
-            if layer.x0:
-                y = y + gates["x0", i] * run.x0
-            x = y + gates["gram", i] * run.gram if layer.gram else y
-        x, h = stream_m * x, rms_norm(x)
+                terms.append((self.mix_attn[ATTENDS[i]], self.attend(run, i, h, value)))
+            terms += [(gates[name, i], extra) for name, extra, has in
+                      (("x0", run.x0, layer.x0), ("gram", run.gram, layer.gram)) if has]
+            x = self.weigh(terms)
+        terms, h = [(stream_m, x)], rms_norm(x)
         for place in (MLPS.get(i), N_MLPS - 1)[:layer.mlps]:
-            x = x + self.mix_mlp[i].type_as(x) * self.mlp_of(run, place, h)
-        return x
+            terms.append((self.mix_mlp[i], self.mlp_of(run, place, h)))
+        return self.weigh(terms)
+
+    def weigh(self, terms):
+        """Sum of streams, each times a factor: () or (T, 1)."""
+        c = torch.cat([c.type_as(x).expand(len(x), 1) for c, x in terms], 1)
+        return self.ops.mix(c, *(x for _, x in terms))
 
     def mlp_of(self, run, place, h):
         """The MLP at a place of the bank: (T, D)."""

@@ -60,6 +60,12 @@ def losses(lines):
     return [float(line.split("loss ")[1].split(" |")[0]) for line in lines if line.startswith("step ")]
 
 
+def rotary_at(tg, cfg, stage, wide):
+    """(frequencies, softmax scale) of a stage's heads: wide ones follow the long windows."""
+    windows = [row.long if wide else row.short for row in cfg.stages[:stage + 1]]
+    return tg.rotary(cfg.d_head // 4, cfg.scale_wide if wide else cfg.scale_narrow, windows)
+
+
 @pytest.fixture(scope="session")
 def tg():
     import train_gpt

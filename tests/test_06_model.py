@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from conftest import rotary_at
+
 
 def perturbed(tg, seed=0, **changes):
     """A small model in float64 whose every parameter is random, so that no mechanism is switched off."""
@@ -41,7 +43,7 @@ def view_of(tg, cfg, T):
     view = tg.view_at(cfg, 2, torch.device("cpu"), T)
     exact = {}
     for name, wide, places in (("turn_narrow", False, 1), ("turn_paired", False, 2), ("turn_wide", True, 1)):
-        freqs = tg.rotary_at(cfg, 2, wide)[0]
+        freqs = rotary_at(tg, cfg, 2, wide)[0]
         freqs = torch.tensor(freqs + len(freqs) * [0.0] * wide, dtype=torch.float64)
         angle = torch.arange(places * T, dtype=torch.float64).view(T, places, 1) * freqs
         exact[name] = torch.stack((angle.cos(), -angle.sin()), -1)
@@ -133,7 +135,7 @@ def dense_network(tg, model, cfg, batch, stage=2, short=9, long=25):
     """The network from its equations (record 92), layer by layer: (T, V) logits."""
     tokens, doc_start, folded, *_ = batch
     T, H, D, slot = len(tokens), model.n_heads, model.vo.shape[1], model.d_head
-    (f_n, s_n), (f_w, s_w) = tg.rotary_at(cfg, stage, False), tg.rotary_at(cfg, stage, True)
+    (f_n, s_n), (f_w, s_w) = rotary_at(tg, cfg, stage, False), rotary_at(tg, cfg, stage, True)
     s_n, s_w = (torch.tensor(x, dtype=torch.float32).double() for x in (s_n, s_w))
     t = torch.arange(T, dtype=torch.float64)
     gelu, sigmoid = F.gelu, torch.sigmoid

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from conftest import rotary_at
+
 STAGES = {     # n_sched: (stage ends, tokens of the whole record run)
     978: ((279, 593, 971, 1030, 1050), 289_472_512),
     1122: ((320, 681, 1107, 1174, 1194), 328_663_040),
@@ -75,15 +77,15 @@ def test_yarn_vectors(tg):
 def test_rotary_at_takes_one_yarn_step_for_each_new_window(tg):
     """Narrow heads follow the short windows, wide ones the long; stage 3 keeps stage 2's, so all stays as it is."""
     cfg = tg.RECORD
-    narrow, wide = ([tg.rotary_at(cfg, stage, wide)[1] for stage in range(5)] for wide in (False, True))
+    narrow, wide = ([rotary_at(tg, cfg, stage, wide)[1] for stage in range(5)] for wide in (False, True))
     assert narrow == pytest.approx([.1300, .1586, .1748, .1748, .1811], abs=5e-5)
     assert wide == pytest.approx([.0850, .0994, .1084, .1084, .1120], abs=5e-5)
     freqs = [1024 ** (-i / 31) for i in range(32)]
     for before, after in ((128, 384), (384, 640), (640, 768)):
         freqs, _ = tg.yarn(freqs, 1.0, before, after)
-    assert tg.rotary_at(cfg, 4, False)[0] == pytest.approx(freqs) != tg.rotary_at(cfg, 4, True)[0]
-    assert tg.rotary_at(cfg, 0, False)[0] == tg.rotary_at(cfg, 0, True)[0] and len(freqs) == 32
-    assert len(tg.rotary_at(tg.PRESETS["tiny"], 0, True)[0]) == 4
+    assert rotary_at(tg, cfg, 4, False)[0] == pytest.approx(freqs) != rotary_at(tg, cfg, 4, True)[0]
+    assert rotary_at(tg, cfg, 0, False)[0] == rotary_at(tg, cfg, 0, True)[0] and len(freqs) == 32
+    assert len(rotary_at(tg, tg.PRESETS["tiny"], 0, True)[0]) == 4
 
 
 def changes(values):
