@@ -503,16 +503,26 @@ def test_before_its_first_tick_an_average_changes_nothing(tg, one_rank):
 
 
 def test_averages_move_after_the_update_of_the_step(tg, one_rank):
-    """The first tick takes the weights as the step leaves them, tied embedding and event of the tables included."""
+    """The first tick takes the weights as the step leaves them, tied embedding and event of the tables included; a later one
+    moves towards them. Shipped, all but the value embeddings keep their norm."""
     cfg, model = small_model(tg)
     opt = optimizer_of(tg, one_rank, model, cfg, rows_of(tg))
     set_gradients(model, 1, opt)
     before = model.w_value.detach().clone()
     opt.step(1, tg.Pace(1.0, 0.9, 0.9, 1.0, event=1, tied=True, ticks=(0.1,) * 5))
     assert not torch.equal(model.w_value, before)
-    for of in opt.averages.of:
-        for name, x in of.items():
-            assert torch.equal(x, getattr(model, name).data), name
+    kept = [(name, x, x.clone()) for of in opt.averages.of for name, x in of.items()]
+    assert len(kept) == 8 and all(torch.equal(x, getattr(model, name).data) for name, x, _ in kept)
+    set_gradients(model, 2, opt)
+    opt.step(3, tg.Pace(1.0, 0.9, 0.9, 1.0, event=1, tied=True, ticks=(0.25,) * 5))
+    for name, x, before in kept:
+        torch.testing.assert_close(x, before + 0.25 * (getattr(model, name).data - before))
+    value = next(x for name, x, _ in kept if name == "w_value")
+    sizes = {name: getattr(model, name).data.double().norm() for name, *_ in kept}
+    opt.ship()
+    assert torch.equal(model.w_value.data, value) and torch.equal(model.w_head, model.w_embed)
+    for name, size in sizes.items():
+        assert (abs(getattr(model, name).data.double().norm() / size - 1) < 1e-6) == (name != "w_value"), name
 
 
 # ---- head and embedding ------------------------------------------------------------------------------------
