@@ -118,6 +118,20 @@ def test_cascade_does_not_see_the_size_of_its_input(tg):
     assert torch.equal(tg.cascade(g.bfloat16() * 2.0**30), tg.cascade(g.bfloat16()))
 
 
+def test_cascade_multiplies_from_the_shorter_side(tg):
+    """No product has the longer side twice, which would cost four times as much or more."""
+    shapes = set()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            shapes.update(tuple(x.shape) for x in [out] if isinstance(x, torch.Tensor))
+            return out
+    with Watch():
+        tg.cascade(rand(0, 1, 6, 20)), tg.cascade(rand(0, 1, 20, 6))
+    assert (1, 6, 6) in shapes and (1, 20, 20) not in shapes
+
+
 # ---- equaliser, rails, decay -------------------------------------------------------------------------------
 
 LANES = [((3, 24, 96), 1), ((3, 96, 24), 2), ((3, 48, 48), 2)]      # of wide, tall, square: the axis that a lane fills

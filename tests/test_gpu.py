@@ -38,7 +38,8 @@ def copied(x, wide):
 
 def answers(name, f, args, settings, *, wide, seed, join):
     """All that a row's function gives, in fp64: results, then gradients or changed arguments."""
-    xs = [copied(x, wide and name != "anvil_apply") for x in args]      # the parts of a master stay what they are
+    wide = wide and name != "anvil_apply"                              # the parts of a master stay what they are
+    xs, settings = [copied(x, wide) for x in args], {key: copied(x, wide) for key, x in settings.items()}
     floats = [x for x in xs if isinstance(x, torch.Tensor) and x.is_floating_point()]
     floats = floats[:1] if name == "heads" else floats                 # its tables are no inputs
     wants_grad = name not in IN_PLACE | {"loss_rows", "ngrams"}
