@@ -61,7 +61,7 @@ def main(argv):
         plan = tg.plan_at(cfg, cfg.stage_ends[k] - 1)
         loader = tg.Loader(cfg, comm, [plan] * (WARM + TIMED))
         loader.resume()
-        run = SimpleNamespace(cfg=cfg, comm=comm, guard=guard, model=model, optimizer=optimizer)
+        run = SimpleNamespace(cfg=cfg, comm=comm, guard=guard, model=model, optimizer=optimizer, replay=tg.Replay(model, {}))
         view, marks = tg.view_at(cfg, k, comm.device, stage.T), []
         begin = -((0, *cfg.stage_ends)[k] // -CYCLE) * CYCLE
         for step in range(begin, begin + WARM + TIMED):

@@ -30,7 +30,8 @@ def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
     opt.step = lambda step, pace: (real(step, pace), touched.append(
         [not torch.equal(x, y) for x, y in zip(everything(), before)]))
     told = []
-    tg.warm_up(cfg, model, opt, plans, tg.view_at(cfg, 4, one_rank.device, 64, 160), tell=told.append)
+    tg.warm_up(cfg, model, opt, plans, tg.view_at(cfg, 4, one_rank.device, 64, 160), replay=tg.Replay(model, {}),
+               tell=told.append)
     assert touched[0][0] and all(touched[1][-3:]) and not any(touched[0][-3:])      # the table moves with the event
     assert told == ["T 32, 500 classes", "T 64, 50,304 classes", "T 96, 500 classes", "T 80, 50,304 classes",
                     "T 32, 500 classes", "optimizer", "validation"]
@@ -55,7 +56,8 @@ def test_warm_up_compiles_all_that_the_run_will_need(tg, one_rank):
     plan = replace(tg.plan_at(cfg, 0), n_classes=500)
     view = tg.view_at(cfg, 0, one_rank.device, plan.T)
     before = tg.n_compiled()
-    tg.warm_up(cfg, model, opt, {plan: view}, tg.view_at(cfg, 4, one_rank.device, 64, 160), tell=lambda text: None)
+    tg.warm_up(cfg, model, opt, {plan: view}, tg.view_at(cfg, 4, one_rank.device, 64, 160), replay=tg.Replay(model, {}),
+               tell=lambda text: None)
     warmed = tg.n_compiled()
     assert warmed > before
     for step, event in ((0, 0), (1, 1), (2, 0), (3, 2), (4, 0), (5, 2)):

@@ -199,7 +199,7 @@ def thirty_steps(tg, tmp_path_factory):
     model, opt = tg.make(cfg, comm, comm.device)
     loader = tg.Loader(cfg, comm, [tg.plan_at(cfg, step) for step in range(30)])
     loader.resume()
-    run = SimpleNamespace(cfg=cfg, comm=comm, model=model, optimizer=opt, guard=SimpleNamespace(step=lambda: None),
+    run = SimpleNamespace(cfg=cfg, comm=comm, model=model, optimizer=opt, guard=SimpleNamespace(step=lambda: None), replay=tg.Replay(model, {}),
                           log=SimpleNamespace(line=lambda text: None))
     p = {name: getattr(model, name).detach().clone() for name in ("w_gram", "w_value")}
     g = {name: torch.zeros_like(x) for name, x in p.items()}

@@ -343,7 +343,8 @@ def test_warm_up_leaves_everything_bit_equal(tg):
     plans = {tg.plan_at(cfg, step): tg.view_at(cfg, k, comm.device, cfg.stages[k].T)
              for k, step in enumerate((0, *cfg.stage_ends[:-1]))}
     told = []
-    tg.warm_up(cfg, model, optimizer, plans, tg.view_at(cfg, 4, comm.device, 8192, 2560), tell=told.append)
+    tg.warm_up(cfg, model, optimizer, plans, tg.view_at(cfg, 4, comm.device, 8192, 2560), replay=tg.Replay(model, {}),
+               tell=told.append)
     assert all(torch.equal(a, b) for a, b in zip(before, everything)) and optimizer.n_adam == 0 and told
     assert torch.equal(states[0], torch.get_rng_state()) and torch.equal(states[1], torch.cuda.get_rng_state())
 
