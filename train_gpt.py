@@ -268,15 +268,11 @@ def nearest(word, choices):
 def value_of(name, text, default):
     """The text of key=value as the type that the field has."""
     kind = type(default)
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise Refusal(f"{name}={text}: want true or false.")
-        return text.lower() == "true"
     try:
-        return kind(text)
-    except ValueError:
-        raise Refusal(f"{name}={text}: want {'an integer' if kind is int else 'a number'}, "
-                      f"like {default}.") from None
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        wanted = {bool: "true or false", int: "an integer"}.get(kind, "a number")
+        raise Refusal(f"{name}={text}: want {wanted}, like {default}.") from None
 
 
 def check_config(cfg):
@@ -1617,6 +1613,17 @@ def mix(c, *xs):
     return sum(parts[1:], parts[0]).flatten(1)
 
 
+def weigh(terms, op):
+    """Sum of terms (c, x): streams x (T, D), each times c, () or (T, 1). op: mix, or what replaces it."""
+    factors, xs = zip(*terms)
+    return op(torch.cat([c.type_as(xs[0]).expand(len(xs[0]), 1) for c in factors], 1), *xs)
+
+
+def network(x, w1, w2, bias):
+    """A small network with one hidden layer: (T, outputs); its weights come in fp32."""
+    return F.linear(F.gelu(F.linear(x, w1.type_as(x))), w2.type_as(x), bias.type_as(x))
+
+
 def signed_sum(rows, signs):
     """Rows times signs, all n of a token in one vector. rows, signs: (T, n, D) -> (T, D)."""
     return (rows * signs).sum(1)
@@ -1860,6 +1867,7 @@ FAST["ngrams"] = Fast("bitwise", ngrams, ngrams, _ngrams_example, "step")
 
 # ---- 4.8 rows: of tables too large for a gradient of their size -----------------------------------
 
+BEYOND = 1 << 62             # larger than any row's number
 EVENT_ROWS = {"cpu": 4096, "cuda": 1 << 16}   # rows that an event updates at once
 
 
@@ -1891,6 +1899,22 @@ class Rows:
     def deliver(self):
         """(asked, pending, parts (m, D)): gradients of this share's rows, from all who have read them."""
         return self.asked, *self.exchange(self.grad.to(self.values.dtype), self.sent, self.got)
+
+
+class Room:
+    """Rows at fixed addresses, n at most, for a captured step that reads them in place of those of Rows."""
+
+    def __init__(self, n, table):
+        self.ids = torch.full((n,), BEYOND, device=table.device)
+        self.values = table.new_zeros(n, table.shape[1]).requires_grad_()
+        self.grad = self.values.detach().to(torch.promote_types(table.dtype, torch.float32))
+
+    @torch.no_grad()
+    def hold(self, rows):
+        """Take in Rows, which from now on have their gradients here."""
+        n = len(rows.ids)
+        self.ids[:n], self.ids[n:], self.values[:n] = rows.ids, BEYOND, rows.values
+        rows.grad = self.grad[:n].zero_()
 
 
 def merged(ids, parts, add):
@@ -2071,14 +2095,48 @@ class Adam:
             self.ops.row_event(*whole, some, rows, betas2=betas2, rate=rate, decay=decay, eps=self.eps)
 
 
+RING = 8                     # entries of two steps each whose loss may be under way
+
+
+class LossRing:
+    """Sum of losses and finite flags of the last steps, on their way from the device to the log."""
+
+    def __init__(self, device, shape):
+        self.cuda = device.type == "cuda"
+        self.host = torch.zeros(RING, *shape, pin_memory=self.cuda)
+        self.queue, self.n = [], 0
+
+    def push(self, steps, tail, stamps):
+        """Send the tail that holds these steps; stamps go with it. Call pop between two pushes."""
+        entry, done = self.host[self.n % RING], torch.cuda.Event() if self.cuda else None
+        entry.copy_(tail, non_blocking=True)
+        if self.cuda:
+            done.record()
+        self.queue.append((steps, entry, stamps, done))
+        self.n += 1
+
+    def pop(self, wait=False):
+        """Entries that have arrived, in order: (steps, tail, stamps). Waits for the oldest of a full ring."""
+        while self.queue:
+            steps, entry, stamps, done = self.queue[0]
+            if done is not None:
+                if wait or len(self.queue) == RING:
+                    done.synchronize()
+                elif not done.query():
+                    return
+            self.queue.pop(0)
+            yield steps, entry.tolist(), stamps
+
+
 class Flat:
-    """The small parameters of rows in one vector p, their gradients in one, grad, that ends in the tail."""
+    """The small parameters of rows in one vector p, their gradients in one, grad, that ends in the tail; the
+    tail's way to the host is the ring."""
 
     def __init__(self, rows, tail_shape):
         self.rows, self.sizes = rows, [row.param.numel() for row in rows]
         self.p = torch.cat([row.param.data.flatten() for row in rows])
         self.grad = self.p.new_zeros(len(self.p) + math.prod(tail_shape))
-        self.tail = self.grad[len(self.p):].view(tail_shape)
+        self.tail, self.ring = self.grad[len(self.p):].view(tail_shape), LossRing(self.p.device, tail_shape)
         self.m, self.m2 = torch.zeros_like(self.p), torch.zeros_like(self.p)
         self.tensors = self.m, self.m2, self.p, self.grad      # all that a step changes
         for row, p, g in zip(rows, self.p.split(self.sizes), self.grad[:len(self.p)].split(self.sizes)):
@@ -2145,9 +2203,9 @@ def pointer_blocks(T, block):
 
 
 def pointer_weights(scores, of_sink, rows, cols, scale):
-    """(A (I, J), s (I, 1), hits (I, J)): weights of keys and sink, together 1, and which keys copy the target.
+    """(A (I, J), s (I, 1), hits (I, J)): weights of keys and sink, together 1; which keys copy the target.
 
-    math     softmax of scale scores_ij over start[i] <= j < i and of of_sink_i; hits_ij: tokens[j] = target[i]
+    math     softmax of scale scores_ij over start[i] <= j < i and of of_sink_i; hits: tokens[j] = target[i]
     shapes   scores: (I, J), of_sink: (I, 1); rows: (I, 3) int64, i, start and target of each query;
              cols: (2, J) int64, j and token of each key; weights at least fp32
     """
@@ -2196,6 +2254,12 @@ FAST["pointer_read"] = Fast("reorder", pointer_read, pointer_read, _pointer_read
 FAST["pointer_slopes"] = Fast("reorder", pointer_slopes, pointer_slopes, _pointer_slopes_example, "step")
 
 
+def normed_parts(x, w, gain):
+    """Query, times gain, and key of every token, normed: (T, E) each. w: (2, E, D) fp32, gain: fp32 ()."""
+    q, k = (rms_norm(F.linear(x, part).type_as(gain)) for part in w.type_as(x))
+    return (gain * q).type_as(x), k.type_as(x)
+
+
 class Pointer(torch.autograd.Function):
     """(T, 2), at least fp32: the weight that copies a token's target, and that of the sink; see [9].
 
@@ -2222,8 +2286,10 @@ class Pointer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dmix):
+        """Blocks overlap in their keys, whose gradients add up in dmix's dtype."""
         q, k, sink, of_sink, rows, cols = ctx.saved_tensors
-        dq, dk, scale, of_sinks = torch.empty_like(q), torch.zeros_like(k, dtype=dmix.dtype), len(sink) ** -0.5, []
+        dq, dk, of_sinks = torch.empty_like(q), torch.zeros_like(k, dtype=dmix.dtype), []
+        scale = len(sink) ** -0.5
         for here, there in pointer_blocks(len(q), ctx.block):
             du, du_sink = ctx.ops.pointer_slopes(q[here] @ k[there].T, of_sink[here], rows[here],
                                                  cols[:, there], dmix[here], scale=scale)
@@ -2253,18 +2319,19 @@ LOSS_ROWS = LOSS_BLOCK           # rows of logits at once
 documents = Documents            # of a stream, made once for all layers
 view = View.of                   # of a stage, once for all its steps
 param_row = ParamRow             # of a parameter: how it is trained
+mixed, small_network = weigh, network   # of streams; behind gates and coefficients
 lookup = Lookup.apply            # rows of a table
 pointer = Pointer.apply          # what is copied of a token
+pointer_parts = normed_parts     # its query and key
 copies = Pointer.last            # what is copied of all tokens behind a stream
 softcap_loss = SoftcapLoss.of    # of a stream
 chances = SoftcapLoss.chances    # of all tokens behind a stream
 
 
 # ======== 6. Model ============================================================== budget 415 ====
-# The network: a table with one row per layer, the weights, the forward pass over one flat stream, and one
-# row per parameter that tells the optimizer how to treat it. Nothing here knows the step, the world size
-# or the optimizer. Matrices of one kind and shape lie in one bank (N, R, C), N padded to a multiple of 8, so
-# that every legal world size gives each rank the same number of whole matrices.
+# The network: a table with one row per layer, the weights, the forward pass over one flat stream, one row
+# per parameter for the optimizer. Nothing here knows the step, the world size or the optimizer. Matrices of
+# one shape lie in one bank (N, R, C), N padded to a multiple of 8: every rank gets as many whole ones.
 
 GATE_INPUTS = 12             # channels that the smear's gate and a value gate read
 GATE_WIDTH = 64              # hidden units of the networks behind gates and coefficients
@@ -2341,11 +2408,6 @@ def gate_lanes(second):
     return lanes if second else [("gram", START), *lanes]
 
 
-def padded(n):
-    """n, rounded up so that every legal world size divides it."""
-    return -(-n // BANK_MULTIPLE) * BANK_MULTIPLE
-
-
 def drawn(cfg, name, shape, spread, kind, device):
     """Initial values that depend on the seed and the name alone: `uniform` within spread, or `normal`."""
     if device.type == "meta":    # only shapes are wanted
@@ -2373,9 +2435,10 @@ class Model(nn.Module):
         self.n_heads, self.d_head, self.ops = cfg.n_heads, cfg.d_head, ops or references()
         D, H, dtype, bound = cfg.d_model, cfg.n_heads, DTYPES[cfg.dtype], INIT_LINEAR * cfg.d_model ** -0.5
 
-        def weight(name, shape, spread, kind, live=None, dtype=dtype):
-            x = drawn(cfg, name, shape, spread, kind, device)
-            x[live or len(x):] = 0                             # the padding of a bank
+        def weight(name, shape, spread, kind, multiple=1, dtype=dtype):
+            n, live = -(-shape[0] // multiple) * multiple, shape[0]
+            x = drawn(cfg, name, (n, *shape[1:]), spread, kind, device)
+            x[live:] = 0                                       # the padding of a bank
             setattr(self, name, nn.Parameter(x.to(device, dtype)))
 
         def small(name, values):
@@ -2395,9 +2458,9 @@ class Model(nn.Module):
             weight("w_sink", (E,), E ** -0.5, "normal", dtype=fp32)
             small("mix_pointer", 1.0)
         n = len(ATTENDS)
-        weight("qk", (padded(n * H), 2 * self.d_head, D), bound, "uniform", n * H)
-        weight("vo", (padded(2 * n), D, D), bound, "uniform", 2 * n)
-        weight("mlp", (padded(2 * N_MLPS), cfg.d_mlp, D), bound, "uniform", 2 * N_MLPS)
+        weight("qk", (n * H, 2 * self.d_head, D), bound, "uniform", BANK_MULTIPLE)
+        weight("vo", (2 * n, D, D), bound, "uniform", BANK_MULTIPLE)
+        weight("mlp", (2 * N_MLPS, cfg.d_mlp, D), bound, "uniform", BANK_MULTIPLE)
         with torch.no_grad():
             self.mlp.view(-1, 2, cfg.d_mlp, D)[:, 1] = 0       # down: at first an MLP adds nothing
         L, hidden = len(LAYERS), (2, GATE_WIDTH, D)
@@ -2430,7 +2493,8 @@ class Model(nn.Module):
             following = targets[:, 0] if classes is None else classes[targets[:, 0]]
             copy = copy if classes is None else torch.searchsorted(classes, copy)
             where = doc_start, view.pointer_block, self.ops
-            mix = pointer(*self.pointer_parts(x), tokens, following, where)
+            parts = pointer_parts(x, self.w_pointer, self.mix_pointer)
+            mix = pointer(*parts, self.w_sink, tokens, following, where)
         n_classes = COPY + self.has_pointer if only_tokens else VOCAB_PADDED
         return softcap_loss(x, self.w_head, self.w_head.grad, targets, weights, classes=classes,
                             n_classes=n_classes, rows_op=self.ops.loss_rows, mix=mix, copy=copy)
@@ -2439,7 +2503,8 @@ class Model(nn.Module):
         """Of each token to follow the last one of a stream, as validation counts them: fp32 (VOCAB,)."""
         x, copied = self.stream(tokens, doc_start, folded, view), None
         if self.has_pointer:
-            copied = copies(*self.pointer_parts(x), tokens, (doc_start, view.pointer_block), VOCAB)
+            parts = pointer_parts(x, self.w_pointer, self.mix_pointer)
+            copied = copies(*parts, self.w_sink, tokens, (doc_start, view.pointer_block), VOCAB)
         return chances(F.linear(x[-1], self.w_head[:COPY + self.has_pointer]), copied)
 
     def wanted(self, batches):
@@ -2453,6 +2518,11 @@ class Model(nn.Module):
             ids["w_gram"] = torch.cat([tokens.new_zeros(0, 2).long(), *grams]).unique()
         return ids
 
+    def most_rows(self, n_tokens):
+        """{table: rows of it that so many tokens read at most}."""
+        values = {"w_value": len(VALUES) * min(n_tokens, VOCAB_PADDED)}
+        return values | ({"w_gram": 2 * n_tokens} if self.ngram_rows else {})
+
     def grams(self, folded, doc_start):
         """Rows of the table and of the signs, see ngrams: (T, 4) int64."""
         return self.ops.ngrams(folded, doc_start, self.ngram_rows, len(self.signs))
@@ -2464,7 +2534,8 @@ class Model(nn.Module):
         gate = torch.sigmoid(F.linear(e[:, :GATE_INPUTS], self.gate_smear.type_as(e)[None]))
         x0 = rms_norm(self.ops.smear(e, docs.goes_on, self.mix_smear.type_as(e) * gate))
         run = SimpleNamespace(docs=docs, view=view, x0=x0, gram=torch.zeros_like(x0), gates={}, behind={},
-                              values=self.value_rows(tokens), banks=self.matrices())
+                              banks=self.matrices(), values={      # {layer: (T, D) rows of its plane}
+            i: self.rows("w_value", VOCAB_PADDED * plane + tokens.long()) for i, plane in VALUES.items()})
         if self.ngram_rows:           # a bigram's row and a trigram's, each times its signs
             rows, signs = self.grams(folded, doc_start).chunk(2, 1)                # (T, 2) each
             run.gram = self.ops.signed_sum(self.rows("w_gram", rows), F.embedding(signs, self.signs))
@@ -2476,8 +2547,6 @@ class Model(nn.Module):
             x = self.remix(run, i, x) if layer.remix else self.layer(run, i, x)
             run.behind[i] = x
         return rms_norm(self.final_mix(run, x))
-
-    # ---- the parts of stream; run holds what they share
 
     def matrices(self):
         """{bank: its matrices}, taken apart once: of qk (2, H, d_head, D) for every attention."""
@@ -2492,24 +2561,11 @@ class Model(nn.Module):
             return lookup(w, w.grad, ids, add)
         return lookup(near.values, near.grad, torch.searchsorted(near.ids, ids.contiguous()), add)
 
-    def value_rows(self, tokens):
-        """{layer: (T, D) rows of its plane of value embeddings}."""
-        return {i: self.rows("w_value", VOCAB_PADDED * plane + tokens.long()) for i, plane in VALUES.items()}
-
-    def pointer_parts(self, x):
-        """Query and key of every token, normed, and the sink's key: (T, E), (T, E), (E,)."""
-        q, k = (rms_norm(F.linear(x, w).type_as(self.w_sink)) for w in self.w_pointer.type_as(x))
-        return (self.mix_pointer * q).type_as(x), k.type_as(x), self.w_sink
-
-    def hidden(self, w1, x):
-        """The hidden units of a network behind gates or coefficients: (T, 64)."""
-        return F.gelu(F.linear(x, w1.type_as(x)))
-
     def open_gates(self, run, which, x):
         """Put the gates of the network `which`, which looks at x, into run.gates: (T, H) or (T, 1)."""
         second, lanes = which == "post", gate_lanes(which == "post")
-        w2, bias = (getattr(self, f"gate_{which}_{part}").type_as(x) for part in ("w2", "bias"))
-        out = self.gate_scale.type_as(x) * F.linear(self.hidden(self.gate_w1[int(second)], x), w2, bias)
+        w2, bias = (getattr(self, f"gate_{which}_{part}") for part in ("w2", "bias"))
+        out = self.gate_scale.type_as(x) * small_network(x, self.gate_w1[int(second)], w2, bias)
         widths = [self.n_heads if name in ("xsa", "out") else 1 for name, _ in lanes]
         run.gates |= dict(zip(lanes, out.split(widths, 1)))
 
@@ -2527,16 +2583,11 @@ class Model(nn.Module):
                 terms.append((self.mix_attn[ATTENDS[i]], self.attend(run, i, h, value)))
             terms += [(gates[name, i], extra) for name, extra, has in
                       (("x0", run.x0, layer.x0), ("gram", run.gram, layer.gram)) if has]
-            x = self.weigh(terms)
+            x = mixed(terms, self.ops.mix)
         terms, h = [(stream_m, x)], rms_norm(x)
         for place in (MLPS.get(i), N_MLPS - 1)[:layer.mlps]:
             terms.append((self.mix_mlp[i], self.mlp_of(run, place, h)))
-        return self.weigh(terms)
-
-    def weigh(self, terms):
-        """Sum of streams, each times a factor: () or (T, 1)."""
-        c = torch.cat([c.type_as(x).expand(len(x), 1) for c, x in terms], 1)
-        return self.ops.mix(c, *(x for _, x in terms))
+        return mixed(terms, self.ops.mix)
 
     def mlp_of(self, run, place, h):
         """The MLP at a place of the bank: (T, D)."""
@@ -2545,11 +2596,8 @@ class Model(nn.Module):
 
     def remix(self, run, i, x):
         """A layer whose mixing factors are 14 coefficients of each token, from the stream before it."""
-        layer = LAYERS[i]
-        seven, first = run.behind[layer.reads], run.first
-        hidden = self.hidden(self.coef_w1[0], x)
-        w2, bias = self.coef_remix_w2.type_as(x), self.coef_remix_bias.type_as(x)
-        c = COEF_SCALE * F.linear(hidden, w2, bias)                                               # (T, 14)
+        seven, first = run.behind[LAYERS[i].reads], run.first
+        c = COEF_SCALE * small_network(x, self.coef_w1[0], self.coef_remix_w2, self.coef_remix_bias)
         extra, inner, gate, outer, last = c.split(REMIX, 1)
         gate = gate.repeat_interleave(self.n_heads // 2, 1)                                       # (T, H)
         value = self.by_head(run.values[i]) * gate[:, :, None]
@@ -2563,10 +2611,10 @@ class Model(nn.Module):
 
     def final_mix(self, run, x):
         """x plus ten earlier vectors, each times a coefficient for every token and group of channels."""
-        hidden = self.hidden(self.coef_w1[1], x)
-        plain, grouped = (getattr(self, f"coef_{part}_w2").type_as(x) for part in ("final", "group"))
-        c = F.linear(hidden, plain, self.coef_final_bias.type_as(x))                              # (T, 10)
-        c = c[:, :, None] + F.linear(hidden, grouped).unflatten(1, (-1, GROUPS))                 # (T, 10, 12)
+        bias = torch.cat((self.coef_final_bias, self.coef_group_w2.new_zeros(len(self.coef_group_w2))))
+        c = small_network(x, self.coef_w1[1], torch.cat((self.coef_final_w2, self.coef_group_w2)), bias)
+        plain, grouped = c.split((len(INIT_FINAL), len(INIT_FINAL) * GROUPS), 1)
+        c = plain[:, :, None] + grouped.unflatten(1, (-1, GROUPS))                               # (T, 10, 12)
         (skipped,) = {layer.skip for layer in LAYERS if layer.skip >= 0}
         (read,) = {layer.reads for layer in LAYERS if layer.reads >= 0}
         one, two, eight, ten = (run.values[i] for i in VALUES)
@@ -2595,7 +2643,7 @@ class Model(nn.Module):
         w_v = w_v.unflatten(0, (self.n_heads, -1))[:, :width_v].flatten(0, 1)
         w_o = w_o.unflatten(1, (self.n_heads, -1))[:, :, :width_v].flatten(1)
         qk = F.linear(h, w_qk).unflatten(1, (2, self.n_heads, -1))
-        v = self.by_head(self.mix_v[a].type_as(h) * F.linear(h, w_v))                            # (T, H, E)
+        v = self.by_head(F.linear(h, self.mix_v[a].type_as(h) * w_v))                            # (T, H, E)
         if value is not None:
             v = v + value[:, :, :width_v]
         pairs = layer.attention == "paired"
@@ -2606,7 +2654,7 @@ class Model(nn.Module):
         y = self.ops.attention(q, k, v, run.docs, window=window, pairs=pairs)
         y = self.ops.exclude_self(y, v, run.gates["xsa", i]) if layer.xsa else y
         y = y * run.gates["out", i][:, :, None] if layer.gated else y
-        return self.mix_o[a].type_as(h) * F.linear(y.flatten(1), w_o)
+        return F.linear(y.flatten(1), self.mix_o[a].type_as(h) * w_o)
 
 
 def stream_bytes(cfg, T, n):
@@ -2664,8 +2712,7 @@ def param_table(model, cfg):
 # (3) A rank updates only its own slice of a bank or table, then sends it to all; small parameters live in
 #     one flat vector that every rank updates alike. So all ranks hold equal weights of these after a step.
 # (4) These, their gradients and all states keep their addresses. A zero gradient gives a zero update.
-# (5) Of sparse tables a rank holds a range of rows. Those that a step reads come to it before, gradients of
-#     them go to the owners after it, who keep them until the next event of the tables.
+# (5) Of sparse tables a rank holds a range of rows; those that are read are sent, their gradients return.
 # (6) Tied, the head takes both gradients, the embedding the head's weights and, when they part, its states.
 
 TAIL = (2, 2)                # for each of two steps: the summed loss, and sum of 2^rank over failed ranks
@@ -2707,6 +2754,10 @@ class Optimizer:
         """{table: [rows, second moments, last events]} of this rank's share of the lazy tables."""
         rows = [row for row in self.sparse if row.kind == "lazy"]
         return {row.name: [row.param.data, *self.state[row.name].values()] for row in rows}
+
+    def rooms(self, most):
+        """{table: Room for so many of its rows}."""
+        return {row.name: Room(most[row.name], row.param.data) for row in self.sparse}
 
     def pull(self, wanted, wants_grad):
         """{table: Rows} for {table: ids, ascending}; all ranks ask together. With wants_grad the next step
@@ -2773,13 +2824,13 @@ class Optimizer:
         """Counts of steps and events as they were, and no averages."""
         self.n_adam, self.events = n_adam, [*events]
         self.averages.begun.clear()
+        self.flat.ring = LossRing(self.flat.p.device, TAIL)
 
 
 # ======== 8. Data =============================================================== budget 475 ====
 # Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
-# All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
-# skipped. What a micro-batch holds is a function of its number in the run alone: not of the rank, the world
-# size, thread timing or validation. A worker thread prepares the next steps; it never issues collectives.
+# All files together are one list of documents, each beginning with BOS. What a micro-batch holds depends on
+# its number in the run alone. A worker thread prepares the next steps; it never issues collectives.
 
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 SHARD_HEADER_BYTES = 1024
@@ -3339,26 +3390,26 @@ def plan_at(cfg, step):
 
 
 # ======== 10. Graphs ============================================================ budget 150 ====
-# What is done once per process before the clock starts: which replacements run, whether the memory suffices,
-# and every shape run once on synthetic tokens, so that all is compiled, libraries are loaded, connections
-# stand, and what cannot work fails early.
+# What is done once a process before the clock starts: which replacements run, whether the memory suffices,
+# every shape run once on synthetic tokens and captured, so that what cannot work fails early.
 # (1) After warm-up weights, gradients, optimizer states, random numbers and loader are bit-equal to before.
 # (2) Nothing is compiled while the clock runs: the footer says so.
 
 SYNTHETIC_STRIDE = 7919       # prime: the ids walk through the whole vocabulary
 GIB = 1 << 30
+REPLAY = "replay"             # a captured step, in the switch `fast`; it computes nothing, as rows of FAST do
 COMPILED_WIDTHS = 64          # of one function, over all runs of a process
 SHIFTS = 16                   # so many halvings of a setting are tried until it fits
 
 
 def pick(switch):
-    """Names of the rows of FAST that a switch turns on. Raises Refusal for a name that is none."""
-    words = [word.strip() for word in switch.split(",")]
-    names = set(FAST) if words[0] == "all" else set()
+    """Names of the rows of FAST, and REPLAY, that a switch turns on. Refusal for a name that is none."""
+    words, known = [word.strip() for word in switch.split(",")], [*FAST, REPLAY]
+    names = set(known) if words[0] == "all" else set()
     for word in words[words[0] in ("all", "none"):]:
-        if word.removeprefix("-") not in FAST:
-            raise Refusal(f"fast={switch}: no replacement named {word!r}.{nearest(word, FAST)} "
-                          f"Want all, none or names, after all also -NAME. Names: {', '.join(FAST)}.")
+        if word.removeprefix("-") not in known:
+            raise Refusal(f"fast={switch}: no replacement named {word!r}.{nearest(word, known)} "
+                          f"Want all, none or names, after all also -NAME. Names: {', '.join(known)}.")
         names = names - {word[1:]} if word.startswith("-") else names | {word}
     return names
 
@@ -3386,8 +3437,9 @@ def choose(cfg, device):
         raise Refusal(f"dtype={cfg.dtype} with fast={cfg.fast}: the fast attention wants bf16. "
                       f"Take fast=all,-attention, or dtype=bf16.")
     ops = references()
-    for name in names:
+    for name in names - {REPLAY}:
         setattr(ops, name, compiled(FAST[name]) if FAST[name].build else FAST[name].fast)
+    ops.captures = REPLAY in names
     return sorted(names), ops
 
 
@@ -3424,7 +3476,6 @@ def check_memory(cfg, comm):
     free, needed = torch.cuda.mem_get_info()[0], held + table + max(streams)
     if needed <= free:
         return
-    # Shorter streams only if they do not fit without a table; of the table what then remains.
     lengths = max(stage.T for stage in cfg.stages), cfg.val_seq
     takes = [[stream_bytes(cfg, n >> i, (cfg.n_micro << i) // comm.world)[scored] for i in range(SHIFTS)]
              for scored, n in enumerate(lengths)]
@@ -3441,6 +3492,51 @@ def check_memory(cfg, comm):
                   f"GPU memory, free are {free:,} ({free / GIB:.1f} GiB). {take}")
 
 
+class Replay:
+    """Forward and backward of a micro-batch: as they are or, on a GPU, captured once for every shape and
+    replayed: one launch for thousands. rooms: see Optimizer.rooms, or {}, and nothing is captured."""
+
+    def __init__(self, model, rooms):
+        self.model, self.rooms, self.made, self.stream = model, rooms, {}, None
+        if rooms:
+            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def hold(self, near):
+        """Let the model read these Rows in the next micro-batches."""
+        for name, room in self.rooms.items():
+            room.hold(near[name])
+        self.model.near = self.rooms or near
+
+    def __call__(self, batch, view):
+        """Summed loss of a micro-batch; its gradients are added where they belong."""
+        if (made := self.made.get(self.shape(batch, view))) is None:
+            loss = self.model(batch, view)
+            loss.backward()
+            return loss.detach()
+        graph, inputs, loss, _ = made
+        for kept, x in zip(inputs, batch):
+            kept is None or kept.copy_(x)
+        graph.replay()
+        return loss
+
+    @staticmethod
+    def shape(batch, view):
+        """What a captured step depends on."""
+        return view.short, view.long, *(None if x is None else x.shape for x in batch)
+
+    def capture(self, batch, view):
+        """Run a micro-batch once and, where that is wanted, capture it; the largest first."""
+        if self.stream is None:
+            return self(batch, view)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):     # all that is made once must be made outside of the capture
+            self(batch, view)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, self.pool, self.stream):
+            loss = self(batch, view)
+        self.made[self.shape(batch, view)] = graph, batch, loss, view
+
+
 def synthetic(plan, device):
     """A batch of the plan's shapes to which no corpus contributed."""
     T, P, n_targets = plan.T, plan.n_classes, len(plan.future) + len(plan.prefix)
@@ -3453,7 +3549,7 @@ def synthetic(plan, device):
             torch.ones(T, n_targets, device=device), classes)
 
 
-def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
+def warm_up(cfg, model, optimizer, plans, val_view, *, replay, tell):
     """One micro-batch of every shape, two optimizer steps, one validation stream; then undo it all.
 
     plans: {StepPlan of a shape: View}, largest T first. tell(text) is called after every part."""
@@ -3462,8 +3558,8 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
     before, rows = [x.clone() for x in optimizer.tensors()], []
     for plan, view in plans.items():
         batch = synthetic(plan, device)
-        model.near = optimizer.pull(model.wanted([batch]), True)
-        model(batch, view).backward()
+        replay.hold(optimizer.pull(model.wanted([batch]), True))
+        replay.capture(batch, view)
         optimizer.comm.settle()
         tell(f"T {plan.T:,}, {plan.n_classes:,} classes")
     for name, xs in optimizer.lazy().items():      # too large for a copy: the rows that will change
@@ -3491,43 +3587,11 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, tell):
 # A run from the command line to the last line of the log. Invariants:
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.
-# (2) The host never waits for the device within a stage, but for the ring (a step's loss is read when it is
-#     there, at most 16 steps later), the bounds of documents (4.1) and the rows of tables (6, 4.8, 4.9).
+# (2) The host waits for the device only for rows of tables (6, 4.8, 4.9) and for losses 16 steps old.
 # (3) Every decision to stop is made from numbers that all ranks share, or by the Guard.
 
-RING = 8                     # entries of two steps each whose loss may be under way
 MIB = 1 << 20
 SAVED_ROWS = 1 << 18         # rows of a table that travel at once to be saved
-
-
-class LossRing:
-    """Sum of losses and finite flags of the last steps, on their way from the device to the log."""
-
-    def __init__(self, device, shape):
-        self.cuda = device.type == "cuda"
-        self.host = torch.zeros(RING, *shape, pin_memory=self.cuda)
-        self.queue, self.n = [], 0
-
-    def push(self, steps, tail, stamps):
-        """Send the tail that holds these steps; stamps go with it. Call pop between two pushes."""
-        entry, done = self.host[self.n % RING], torch.cuda.Event() if self.cuda else None
-        entry.copy_(tail, non_blocking=True)
-        if self.cuda:
-            done.record()
-        self.queue.append((steps, entry, stamps, done))
-        self.n += 1
-
-    def pop(self, wait=False):
-        """Entries that have arrived, in order: (steps, tail, stamps). Waits for the oldest of a full ring."""
-        while self.queue:
-            steps, entry, stamps, done = self.queue[0]
-            if done is not None:
-                if wait or len(self.queue) == RING:
-                    done.synchronize()
-                elif not done.query():
-                    return
-            self.queue.pop(0)
-            yield steps, entry.tolist(), stamps
 
 
 def view_at(cfg, stage, device, n_positions, long=None, block=None):
@@ -3558,7 +3622,7 @@ class Run:
     optimizer: Optimizer
     telemetry: Telemetry
     loader: Loader
-    ring: LossRing
+    replay: Replay
     seconds: list                # what the clock showed at the end of every step that was reported
     cold_start_s: float          # from the start of the process to that of the clock; 0 for a later run
     n_compiled: int              # functions compiled before the clock started
@@ -3566,13 +3630,13 @@ class Run:
 
 # ---- 11.1 timed loop: what happens between start and end of the clock ----------------------------
 
-def begin(cfg, comm, log, guard, *, model, optimizer, telemetry):
+def begin(cfg, comm, log, guard, *, model, optimizer, telemetry, replay):
     """A Run whose weights and states are those before the first step."""
     plan = [plan_at(cfg, step) for step in range(cfg.n_run)]
     telemetry.clock, telemetry.samples = Clock(comm), []
     log.flush()
     return Run(cfg, comm, log, guard, telemetry.clock, model, optimizer, telemetry, Loader(cfg, comm, plan),
-               LossRing(comm.device, optimizer.flat.tail.shape), [], 0.0, 0)
+               replay, [], 0.0, 0)
 
 
 def prepare(cfg, comm, log, guard, *, ops, telemetry):
@@ -3587,14 +3651,17 @@ def prepare(cfg, comm, log, guard, *, ops, telemetry):
         log.phase(f"warm-up, {part}")
         log.flush()
         guard.step()
+    most = model.most_rows(cfg.n_micro // comm.world * max(stage.T for stage in cfg.stages))
+    replay = Replay(model, optimizer.rooms(most) if getattr(ops, "captures", False) else {})
     last, shapes = stage_at(cfg, cfg.n_run - 1), {}
     for step in range(cfg.n_steps):
         plan = plan_at(cfg, step)
         shapes.setdefault((plan.T, plan.n_classes, len(plan.future)), (plan, stage_at(cfg, step)))
     warm_up(cfg, model, optimizer, {plan: view_at(cfg, k, comm.device, plan.T) for plan, k in
                                     sorted(shapes.values(), key=lambda x: -x[0].T)},
-            view_at(cfg, last, comm.device, cfg.val_seq, cfg.val_long, cfg.val_pointer_block), tell=tell)
-    return begin(cfg, comm, log, guard, model=model, optimizer=optimizer, telemetry=telemetry)
+            view_at(cfg, last, comm.device, cfg.val_seq, cfg.val_long, cfg.val_pointer_block), replay=replay,
+            tell=tell)
+    return begin(cfg, comm, log, guard, model=model, optimizer=optimizer, telemetry=telemetry, replay=replay)
 
 
 def renew(run, cfg, log):
@@ -3610,17 +3677,15 @@ def renew(run, cfg, log):
     run.optimizer.reset()
     log.phase("new weights")
     return begin(cfg, run.comm, log, run.guard, model=run.model, optimizer=run.optimizer,
-                 telemetry=run.telemetry)
+                 telemetry=run.telemetry, replay=run.replay)
 
 
 def train_step(run, batch, view, step):
     """Forward and backward of this rank's micro-batches, then the optimizer; the tail gets loss and flag."""
     tail = run.optimizer.flat.tail[step % 2].zero_()
-    run.model.near = run.optimizer.pull(run.model.wanted(batch), True)
+    run.replay.hold(run.optimizer.pull(run.model.wanted(batch), True))
     for micro_batch in batch:
-        loss = run.model(micro_batch, view)
-        loss.backward()
-        tail[0] += loss.detach()
+        tail[0] += run.replay(micro_batch, view)
         run.guard.step()
     tail[1] = (~torch.isfinite(tail[0])) * 2.0 ** run.comm.rank
     run.optimizer.step(step, pace_at(run.cfg, step))
@@ -3629,7 +3694,7 @@ def train_step(run, batch, view, step):
 def report(run, wait=False):
     """Log the steps whose losses have arrived; RunFailed at the first that is not finite."""
     cfg = run.cfg
-    for steps, tail, stamps in run.ring.pop(wait):
+    for steps, tail, stamps in run.optimizer.flat.ring.pop(wait):
         for step, stamp in zip(steps, stamps):
             seconds, before = stamp(), run.seconds[-1] if run.seconds else 0.0
             run.seconds.append(seconds)
@@ -3701,12 +3766,12 @@ def train(run):
         run.guard.step()
         stamps.append(run.clock.stamp())
         if step % 2 == 1:                        # the tail was summed with the small gradients
-            run.ring.push((step - 1, step), run.optimizer.flat.tail, stamps)
+            run.optimizer.flat.ring.push((step - 1, step), run.optimizer.flat.tail, stamps)
             stamps = []
             report(run)
     if stamps:                                   # stopped after an even step: its loss is summed alone
         run.comm.all_reduce(run.optimizer.flat.tail).wait()
-        run.ring.push((cfg.n_run - 1,), run.optimizer.flat.tail, stamps)
+        run.optimizer.flat.ring.push((cfg.n_run - 1,), run.optimizer.flat.tail, stamps)
     if cfg.n_run == cfg.n_steps:
         run.optimizer.ship()
     return validate(run, cfg.n_run, cfg.val_long)
@@ -3735,7 +3800,7 @@ def save_weights(run):
 def footer(run, val_loss):
     """The summary of a complete run, one `key: value` a line."""
     cfg, comm = run.cfg, run.comm
-    # From here on nothing is timed. The hashes say whether two runs, on any machines, read the same data.
+    # Nothing is timed any more. The hashes say whether two runs, on any machines, read the same data.
     n_new = n_compiled() - run.n_compiled
     train_s, spread = run.clock.over_ranks()
     by_rank = comm.collect(run.loader.crcs[:cfg.n_run])
@@ -3779,7 +3844,6 @@ def continuation(cfg):
                       f"({type(e).__name__}). Give such a file.") from None
     model, vocabulary = Model(made, torch.device("cpu")), Vocabulary(cfg.vocab_file, made.fold_case)
     model.load_state_dict(saved["weights"])
-    # Every token runs the whole stream again: there is no cache, and the forward pass is the trainer's own.
     ids, rand = [BOS, *vocabulary.encode(cfg.sample)], torch.Generator().manual_seed(cfg.seed)
     for _ in range(cfg.sample_tokens):
         view = view_at(made, stage_at(made, made.n_run - 1), torch.device("cpu"), len(ids), made.val_long,

@@ -46,7 +46,7 @@ def products(model, T, n_classes):
              (("y", lambda: x @ w.T), ("dx", lambda: dy @ w), ("dw", lambda: dy.T @ x))]
     for name in ("qk", "vo", "mlp"):
         g = torch.randn_like(getattr(model, name).data)
-        rows.append((f"update of {name}", 1, median_ms(lambda: tg.polar(g))))
+        rows.append((f"update of {name}", 1, median_ms(lambda: tg.cascade(g))))
     return rows
 
 

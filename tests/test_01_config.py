@@ -22,8 +22,8 @@ def test_no_words_mean_the_record(tg):
 
 
 def test_values_take_the_type_of_their_field(tg):
-    cfg = tg.parse(["tiny", "repeat=True", "muon_lr=3e-2", "stop=5", "train_files=a=b*.bin"])
-    assert (cfg.repeat, cfg.muon_lr, cfg.stop, cfg.train_files) == (True, 0.03, 5, "a=b*.bin")
+    cfg = tg.parse(["tiny", "repeat=True", "anvil_lr=3e-2", "stop=5", "train_files=a=b*.bin"])
+    assert (cfg.repeat, cfg.anvil_lr, cfg.stop, cfg.train_files) == (True, 0.03, 5, "a=b*.bin")
 
 
 @pytest.mark.parametrize("words, parts", [
@@ -31,7 +31,7 @@ def test_values_take_the_type_of_their_field(tg):
     (["tiny", "sead=3"], ["'sead=3'", "Did you mean 'seed'?"]),
     (["tiny", "seed"], ["'seed'", "want key=value"]),
     (["stop=3.5"], ["stop=3.5", "want an integer"]),
-    (["muon_lr=fast"], ["muon_lr=fast", "want a number", "0.023"]),
+    (["anvil_lr=fast"], ["anvil_lr=fast", "want a number", "0.023"]),
     (["repeat=yes"], ["repeat=yes", "true or false"]),
     (["stages=1"], ["no setting of that name"]),
     (["stop=-1"], ["stop=-1", "at least 0"]),
@@ -39,7 +39,7 @@ def test_values_take_the_type_of_their_field(tg):
     (["tiny", "val_tokens=4100"], ["4100", "2048", "val_tokens=4096"]),
     (["tiny", "d_head=32"], ["d_head=32", "d_model=96"]),
     (["cooldown_from=1"], ["cooldown_from=1.0", "less than 1"]),
-    (["muon_lr=nan"], ["muon_lr=nan", "finite"]),
+    (["anvil_lr=nan"], ["anvil_lr=nan", "finite"]),
     (["top_k=60000"], ["top_k=60000", "50257"]),
     (["tiny", "d_model=8", "d_head=4", "n_heads=2"], ["d_model=8", "multiple of 12"]),
     (["mu_rise=0"], ["mu_rise=0", "at least 1"]),

@@ -4,14 +4,17 @@ import torch
 
 
 def test_master_weight_round_trip_is_exact(tg):
-    """Bit for bit, for 2^20 random bit patterns of finite numbers and the edges of rounding."""
+    """Bit for bit, for 2^20 random bit patterns of finite numbers, subnormal ones too, and the edges of rounding."""
     bits = torch.randint(-2**31, 2**31 - 1, (2**20,), dtype=torch.int64, generator=torch.Generator().manual_seed(0))
-    edges = torch.tensor([0, 0x8000, 0x7FFF, 0xFFFF, 0x18000, 0x3F808000, -0x80000000, -0x7FFF8000])
+    edges = torch.tensor([0, 0x8000, 0x7FFF, 0xFFFF, 0x18000, 0x3F808000, 0x7F7FFFFF, -0x80000000, -0x7FFF8000, -0x800001])
     x = torch.cat((bits, edges)).to(torch.int32).view(torch.float32)
-    x = x[x.isfinite() & (x.abs() < 3e38)]
+    x = x[x.isfinite()]
+    assert ((x != 0) & (x.abs() < 2.0**-126)).sum() > 1000 and (x < 0).float().mean() > 0.4
     hi, lo = tg.split_master(x)
     assert (hi.dtype, lo.dtype) == (torch.bfloat16, torch.int16)
     assert torch.equal(tg.join_master(hi, lo).view(torch.int32), x.view(torch.int32))
+    ties = (x.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(hi[~ties].view(torch.int16), x[~ties].to(torch.bfloat16).view(torch.int16)) and 5 < ties.sum() < 99
 
 
 def test_the_weight_is_the_rounded_master(tg):

@@ -165,7 +165,7 @@ def test_pointer_gradients_against_fp64_autograd(tg, monkeypatch, block):
     tokens = torch.tensor([9, 1, 2, 1, 2, 9, 2, 2, 1, 3, 1, 2, 1, 3, 3, 9, 1, 1, 2])
     start = torch.tensor([0] * 5 + [5] * 10 + [15] * 4)
     following = tokens.roll(-1)
-    call = lambda q, k, sink: tg.pointer(q, k, sink, tokens, following, (start, block))   # noqa: E731
+    call = lambda q, k, sink: tg.pointer(q, k, sink, tokens, following, (start, block, tg.references()))   # noqa: E731
     assert torch.autograd.gradcheck(call, (q, k, sink))
     i, j = torch.arange(19)[:, None], torch.arange(19)[None]
     seen = (j < i) & (j >= start[:, None]) & (j >= (i // block - 1) * block)
@@ -175,7 +175,7 @@ def test_pointer_gradients_against_fp64_autograd(tg, monkeypatch, block):
     dy = rand(3, 19, 2)
     torch.testing.assert_close(call(q, k, sink), dense)
     torch.testing.assert_close(torch.autograd.grad(call(q, k, sink), (q, k, sink), dy), torch.autograd.grad(dense, (q, k, sink), dy))
-    low = tg.pointer(*(x.detach().bfloat16() for x in (q, k, sink)), tokens, following, (start, block))
+    low = tg.pointer(*(x.detach().bfloat16() for x in (q, k, sink)), tokens, following, (start, block, tg.references()))
     assert low.dtype == torch.float32 and (low - dense).abs().max() < 0.05
 
 

@@ -51,14 +51,75 @@ def test_cooldown_of_978_starts_after_206_and_ends_on_the_floor(tg):
     assert tg.lr_at(cfg, 1030) == tg.lr_at(cfg, 1049) == pytest.approx(0.3)
 
 
-def test_momentum_ramps(tg):
-    cfg = tg.parse(["n_sched=1122"])                   # 1194 steps: ramps at full length
-    want = {0: .85, 120: .89, 240: .93, 700: .93, 1144: .93, 1169: .89, 1193: .8516}
-    for step, mu in want.items():
-        assert tg.mu_at(cfg, step) == pytest.approx(mu, abs=1e-9), step
+@pytest.mark.parametrize("n_sched, n_steps, ramp, switch", [
+    (978, 1050, {0: .85, 120: .89, 239: .93 - .08 / 240, 240: .93, 700: .93, 1000: .93, 1001: .9284, 1025: .89, 1049: .8516, 1050: .85}, 514),
+    (1122, 1194, {0: .85, 120: .89, 240: .93, 700: .93, 1144: .93, 1169: .89, 1193: .8516, 1194: .85}, 514),
+    (240, 258, {0: .85, 29: .85 + .08 * 29 / 58.971429, 59: .93, 245: .93, 250: .93 - .08 * 4.285714 / 12.285714, 258: .85}, 127)])
+def test_rails(tg, n_sched, n_steps, ramp, switch):
+    """mu up, flat and back to 0.85; beta is mu until the slow rail joins, then 0.85 with a weight of 0.4385."""
+    cfg = tg.parse([f"n_sched={n_sched}"])
+    assert cfg.n_steps == n_steps and cfg.shrink == pytest.approx(min(1, n_steps / 1050))
+    for step, want in ramp.items():
+        assert tg.rails_at(cfg, step)[0] == pytest.approx(want, abs=1e-7), step
+    rails = [tg.rails_at(cfg, step) for step in range(n_steps)]
+    assert all(beta == mu and blend == 1.0 for mu, beta, blend in rails[:switch])
+    assert {rest[1:] for rest in rails[switch:]} == {(0.85, 0.4385)} and len(rails) > switch
+
+
+def test_a_setting_moves_the_step_at_which_the_slow_rail_joins(tg):
     tiny = tg.PRESETS["tiny"]                          # 42 steps: 9.6 up, 2 down
-    assert tg.mu_at(tiny, 5) == pytest.approx(.85 + .08 * 5 / 9.6)
-    assert tg.mu_at(tiny, 41) == pytest.approx(.89)
+    assert tg.rails_at(tiny, 5)[0] == pytest.approx(.85 + .08 * 5 / 9.6) and tg.rails_at(tiny, 41)[0] == pytest.approx(.89)
+    for slow_from, first in ((0, 0), (514, 21), (10_000, 42)):
+        cfg = replace(tiny, slow_from=slow_from)
+        assert [tg.rails_at(cfg, s)[2] == 1.0 for s in range(42)] == [True] * first + [False] * (42 - first)
+
+
+TAILS = {      # n_sched: the steps after which each average moves: head and embedding, vo and mlp, values, qk, vo and mlp
+    1122: ([896, *range(897, 1194, 2)], [*range(945, 1194, 4)], [*range(947, 1192, 4)], sorted([*range(897, 1194, 4), 1192])),
+    978: ([752, *range(753, 1050, 2)], [*range(801, 1050, 4)], [*range(803, 1048, 4)], sorted([*range(753, 1050, 4), 1048])),
+    240: ([*range(185, 258, 2)], [*range(197, 258, 4)], [*range(199, 256, 4)], sorted([*range(185, 258, 4), 256])),
+}
+
+
+@pytest.mark.parametrize("n_sched", TAILS)
+def test_steps_and_rates_of_the_averages(tg, n_sched):
+    """Of one and of two steps for head and embedding, 4/53 and 2/75 for the others; in a shorter run larger ones."""
+    cfg = tg.parse([f"n_sched={n_sched}"])
+    r = min(1.0, cfg.n_steps / 1050)
+    by_row = list(zip(*(tg.ticks_at(cfg, step) for step in range(cfg.n_steps))))
+    ends, tail, value, slow = TAILS[n_sched]
+    for rates, steps in zip(by_row, (ends, tail, value, slow, slow), strict=True):
+        assert [step for step, rate in enumerate(rates) if rate] == steps
+    if n_sched == 1122:
+        assert [len(x) for x in TAILS[n_sched]] == [1 + 149, 63, 62, 75 + 1] and tail[-1] == 1193 and value[-1] == 1191
+    one = 2 / 299 / r
+    assert by_row[0][-1] == pytest.approx(one, rel=1e-12)
+    assert [by_row[0][step] for step in ends[1:-1]] == pytest.approx([1 - (1 - one) ** 2] * (len(ends) - 2), rel=1e-12)
+    for rates, rate in zip(by_row[1:], (4 / 53, 4 / 53, 2 / 75, 2 / 75)):
+        moves = [x for x in rates if x]
+        assert moves == pytest.approx([rate / r] * len(moves), rel=1e-12)
+
+
+def test_what_is_averaged_and_how_much_of_it_stays(tg):
+    """In the order in which it is shipped; the banks last; a rate is never above 1."""
+    assert [(row[0], row[-1]) for row in tg.AVERAGES] == [
+        ("w_head w_embed", 0.65), ("vo mlp", 1.0), ("w_value", 1.0), ("qk", 0.55), ("vo mlp", 0.3493)]
+    tiny = tg.PRESETS["tiny"]
+    assert tg.ticks_at(tiny, 33) == (pytest.approx(1 - (1 - 2 / 299 / .04) ** 2), 1.0, 0.0) + (pytest.approx(2 / 75 / .04),) * 2
+    assert not any(tg.ticks_at(tiny, 29)) and tg.ticks_at(tiny, 40) == (0, 0, 0) + (pytest.approx(2 / 75 / .04),) * 2
+
+
+@pytest.mark.parametrize("n_sched, last", ((978, 1031), (1122, 1175), (240, 253), (963, 1015)))
+def test_head_and_embedding_part_after_the_first_odd_step_of_the_extension(tg, n_sched, last):
+    """The Pace of every step holds what the schedules say; tied up to and including that step, parts only there."""
+    cfg = tg.parse([f"n_sched={n_sched}"])
+    paces = [tg.pace_at(cfg, step) for step in range(cfg.n_steps)]
+    assert [pace.tied for pace in paces] == [True] * (last + 1) + [False] * (cfg.n_steps - 1 - last)
+    assert [step for step, pace in enumerate(paces) if pace.parts] == [last]
+    for step in (0, 126, 127, 200, last, cfg.n_steps - 1):
+        pace = paces[step]
+        assert pace.lr == tg.lr_at(cfg, step) and (pace.mu, pace.beta, pace.blend) == tg.rails_at(cfg, step)
+        assert pace.event == tg.event_at(cfg, step) and pace.ticks == tg.ticks_at(cfg, step)
 
 
 def test_yarn_vectors(tg):

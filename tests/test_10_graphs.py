@@ -9,16 +9,17 @@ import torch
 
 
 def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
-    """Weights, gradients, states, the count of Adam steps and the random number generator."""
+    """Weights, gradients, states, averages, the count of Adam steps and the random number generator."""
     cfg = replace(tg.PRESETS["tiny"], d_model=48, d_head=8, d_mlp=40, val_seq=64)
     cfg = replace(cfg, stages=tuple(replace(stage, T=stage.T // 8) for stage in cfg.stages))
     model = tg.Model(cfg, torch.device("cpu"))
-    opt = tg.Optimizer(tg.param_table(model, cfg), one_rank, n_micro=8, muon_lr=.02, muon_wd=1., adam_lr=.01,
-                       adam_wd=.1, adam_eps=1e-10)
+    opt = tg.Optimizer(tg.param_table(model, cfg), one_rank, n_micro=8, anvil_lr=.02, anvil_wd=1., adam_lr=.01,
+                       adam_wd=.1, adam_eps=1e-10, averages=[(row[0].split(), row[-1]) for row in tg.AVERAGES])
     opt.events = [1, 1, 2]                           # states as in the middle of a run
     everything = lambda: [*opt.tensors(), *sum(opt.lazy().values(), [])]   # noqa: E731
     for i, x in enumerate(everything()):
         x.copy_(torch.rand(x.shape, generator=torch.Generator().manual_seed(i)) * (3.9 if x.dtype == torch.int32 else 1))
+    averages = [x.fill_(3.0) for of in opt.averages.of for x in of.values()]
     before, rng, n_adam = [x.clone() for x in everything()], torch.get_rng_state(), opt.n_adam
     plans = {}
     for k, (stage, step) in enumerate(zip(cfg.stages, (0, *cfg.stage_ends))):
@@ -26,7 +27,7 @@ def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
         plans[plan] = tg.view_at(cfg, k, one_rank.device, stage.T)
     touched = []
     real = opt.step
-    opt.step = lambda *rest, event: (real(*rest, event=event), touched.append(
+    opt.step = lambda step, pace: (real(step, pace), touched.append(
         [not torch.equal(x, y) for x, y in zip(everything(), before)]))
     told = []
     tg.warm_up(cfg, model, opt, plans, tg.view_at(cfg, 4, one_rank.device, 64, 160), tell=told.append)
@@ -36,18 +37,21 @@ def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
     assert all(torch.equal(x, y) for x, y in zip(everything(), before, strict=True))
     assert torch.equal(torch.get_rng_state(), rng) and opt.n_adam == n_adam and opt.events == [1, 1, 2]
     assert not opt.near and not any(opt.arrived.values()) and not model.near
+    assert len(averages) == 8 and all((x == 3.0).all() for x in averages) and not opt.averages.begun
 
 
 def test_warm_up_compiles_all_that_the_run_will_need(tg, one_rank):
-    """Events of the sparse tables, of one pair of steps and later of two, and an empty validation stream."""
+    """Events of the sparse tables, of one pair of steps and later of two, the slow rail, head and embedding tied and then
+    apart, and an empty validation stream."""
     cfg = replace(tg.PRESETS["tiny"], d_model=48, d_head=8, d_mlp=40, val_seq=64)
     cfg = replace(cfg, stages=tuple(replace(stage, T=stage.T // 8) for stage in cfg.stages))
     ops = tg.references()
-    for name in ("adam_step", "ngrams"):
+    for name in ("anvil_momentum", "anvil_apply", "adam_step", "ngrams"):
         setattr(ops, name, tg.compiled(tg.FAST[name], backend="aot_eager"))
     model = tg.Model(cfg, torch.device("cpu"), ops)
-    opt = tg.Optimizer(tg.param_table(model, cfg), one_rank, n_micro=8, muon_lr=.02, muon_wd=1., adam_lr=.01,
-                       adam_wd=.1, adam_eps=1e-10, ops=ops)
+    opt = tg.Optimizer(tg.param_table(model, cfg), one_rank, n_micro=8, anvil_lr=.02, anvil_wd=1., adam_lr=.01,
+                       adam_wd=.1, adam_eps=1e-10, ops=ops,
+                       averages=[(row[0].split(), row[-1]) for row in tg.AVERAGES])
     plan = replace(tg.plan_at(cfg, 0), n_classes=500)
     view = tg.view_at(cfg, 0, one_rank.device, plan.T)
     before = tg.n_compiled()
@@ -58,7 +62,7 @@ def test_warm_up_compiles_all_that_the_run_will_need(tg, one_rank):
         batch = tg.synthetic(plan, one_rank.device)
         model.near = opt.pull(model.wanted([batch]), True)
         model(batch, view).backward()
-        opt.step(step, 1.0, 0.9, event=event)
+        opt.step(step, tg.Pace(1.0, 0.9, 0.85, 0.4, event, step < 4, step == 3, (0.5,) * 5))
     assert opt.events == [1, 2, 2]
     empty = [x[:0] for x in tg.synthetic(plan, one_rank.device)[:3]]
     assert len(model.wanted([empty])["w_gram"]) == 0 and model.wanted([empty])["w_gram"].dtype == torch.int64

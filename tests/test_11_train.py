@@ -109,17 +109,40 @@ SMALL = ["tiny", "stop=5", "d_model=48", "d_head=8", "d_mlp=40", "n_micro=2", "v
 
 
 def test_runs_share_a_process_and_equal_single_runs(tmp_path):
-    """runs=2: a log for each seed; the second run is bit for bit that of seed=2 alone: nothing is left of the first."""
-    assert run([*SMALL, "runs=2", f"log_dir={tmp_path}/both"]).returncode == 0
-    assert run([*SMALL, "seed=2", f"log_dir={tmp_path}/alone"]).returncode == 0
+    """runs=2: a log for each seed; the second run is bit for bit that of seed=2 alone: nothing is left of the first. Fourteen
+    steps, from the first to the last, with all averages shipped."""
+    whole = [word for word in SMALL if word != "stop=5"] + ["n_sched=13"]
+    assert run([*whole, "runs=2", f"log_dir={tmp_path}/both"]).returncode == 0
+    assert run([*whole, "seed=2", f"log_dir={tmp_path}/alone"]).returncode == 0
     both = {path.stem[-1]: path.read_text().splitlines() for path in (tmp_path / "both").glob("*.log")}
     assert sorted(both) == ["1", "2"] and all(lines[-1] == "end: ok" for lines in both.values())
     alone, footer = read_log(tmp_path / "alone")
-    assert len(losses(alone)) == 5 and losses(both["2"]) == losses(alone) != losses(both["1"])
+    assert len(losses(alone)) == 14 and losses(both["2"]) == losses(alone) != losses(both["1"])
     same = (f"val_loss: {footer['val_loss']}", f"data_hash: {footer['data_hash']}", "seed: 2")
     assert all(line in both["2"] for line in same) and "seed: 1" in both["1"]
     assert "cold_start_s: n/a, not the first run" in both["2"] and "cold_start_s: n/a, not the first run" not in both["1"]
     assert any(line.startswith("phase: new weights") for line in both["2"])
+
+
+@pytest.mark.parametrize("stop, ships", ((0, 1), (14, 1), (15, 1), (13, 0)))
+def test_a_whole_run_ships_its_averages_before_it_is_scored(tg, monkeypatch, stop, ships):
+    """Once, after the last step, while the clock runs; a run that is stopped early is scored as it is. The optimizer gets the
+    Pace of every step."""
+    from dataclasses import replace
+    from unittest.mock import MagicMock
+    cfg = replace(tg.PRESETS["tiny"], n_sched=13, stop=stop)
+    calls, run = [], MagicMock(cfg=cfg)
+    run.optimizer.ship = lambda: calls.append("ship")
+    run.optimizer.step = lambda step, pace: calls.append((step, pace))
+    run.optimizer.flat.tail = torch.zeros(2, 2)
+    run.loader.next = list
+    run.loader.epochs = [1] * 14
+    run.ring.pop = lambda wait: []
+    run.comm.rank, run.comm.device = 0, torch.device("cpu")
+    monkeypatch.setattr(tg, "validate", lambda run, step, long: calls.append(("score", step)) or 1.5)
+    assert tg.train(run) == 1.5
+    n = 13 if stop == 13 else 14
+    assert calls == [*((step, tg.pace_at(cfg, step)) for step in range(n)), *["ship"] * ships, ("score", n)]
 
 
 def test_t_factor_and_more_micro_batches_keep_the_tokens_of_a_step(tmp_path):

@@ -38,7 +38,8 @@ def copied(x, wide):
 
 def answers(name, f, args, settings, *, wide, seed, join):
     """All that a row's function gives, in fp64: results, then gradients or changed arguments."""
-    xs = [copied(x, wide and name != "anvil_apply") for x in args]      # the parts of a master stay what they are
+    wide = wide and name != "anvil_apply"                              # the parts of a master stay what they are
+    xs, settings = [copied(x, wide) for x in args], {key: copied(x, wide) for key, x in settings.items()}
     floats = [x for x in xs if isinstance(x, torch.Tensor) and x.is_floating_point()]
     floats = floats[:1] if name == "heads" else floats                 # its tables are no inputs
     wants_grad = name not in IN_PLACE | {"loss_rows", "ngrams"}
@@ -51,7 +52,7 @@ def answers(name, f, args, settings, *, wide, seed, join):
     if wants_grad:
         more = torch.autograd.grad(out, floats, [draw(*x.shape).to(x.dtype) for x in out])
     elif name == "anvil_apply":
-        more = [xs[0], join(xs[0], xs[1])]       # low bits alone say nothing
+        more = [xs[0], join(xs[0], xs[1]), xs[4]]       # low bits alone say nothing
     elif name in IN_PLACE:
         more = [x for x in xs if isinstance(x, torch.Tensor)]
     return [x.detach().double() for x in (*out, *more)]
@@ -317,8 +318,10 @@ def test_memory_estimate_is_near_the_peak(tg, one_rank):
     base = torch.cuda.memory_allocated()
     names, ops = tg.choose(cfg, comm.device)
     model, optimizer = tg.make(cfg, comm, comm.device, ops)
-    states = sum(x.nbytes for x in optimizer.tensors()) + table
-    assert torch.cuda.memory_allocated() - base == pytest.approx(states, rel=0.02) and held + table == 2 * states - table
+    averages = sum(x.nbytes for of in optimizer.averages.of for x in of.values())
+    states = sum(x.nbytes for x in optimizer.tensors()) + table + averages
+    assert torch.cuda.memory_allocated() - base == pytest.approx(states, rel=0.02)
+    assert held + table == 2 * states - table - averages and averages > 1 << 30
     plan = tg.StepPlan(49_152, 3072, 50_304, (1.0,), ())
     batch = tg.synthetic(plan, comm.device)
     model.near = optimizer.pull(model.wanted([batch]), True)
@@ -366,7 +369,7 @@ def test_slots_are_not_overwritten_while_the_device_lags(tg, tmp_path):
 def test_loss_that_is_not_finite_ends_the_run(tmp_path):
     train, val = shard(tmp_path / "train.bin", docs(600_000, 300, 1)), shard(tmp_path / "val.bin", docs(20_000, 300, 2))
     done = run(["solo", "t_factor=0.0625", f"train_files={train}", f"val_files={val}", "val_tokens=16384",
-                "val_seq=8192", "muon_lr=1e30", "stop=40", f"log_dir={tmp_path}"])
+                "val_seq=8192", "anvil_lr=1e30", "stop=40", f"log_dir={tmp_path}"])
     assert done.returncode == 1 and done.stderr.count("FAILED") == 1 and "not finite" in done.stderr
     lines, _ = read_log(tmp_path)
     assert lines[-1].startswith("end: FAILED") and int(re.search(r"step (\d+)", lines[-1])[1]) < 20

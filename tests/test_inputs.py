@@ -233,7 +233,7 @@ def test_rank_that_never_starts(folder, started):
 
 @pytest.mark.parametrize("argv, parts", [
     (["tinny"], ["'tinny'", "Did you mean 'tiny'?", "record, solo, tiny"]),
-    (["tiny", "moun_lr=0.1"], ["moun_lr", "Did you mean 'muon_lr'?"]),
+    (["tiny", "anivl_lr=0.1"], ["anivl_lr", "Did you mean 'anvil_lr'?"]),
     (["record", "n_sched=1060"], ["n_sched=1060", "1132", "1058", "1062"]),
 ], ids=["preset", "key", "schedule"])
 def test_setting_that_cannot_be(folder, argv, parts):
