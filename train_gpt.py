@@ -1014,21 +1014,23 @@ def attention_ref(q, k, v, documents, *, window, pairs=False):
 # query i if j <= i <= high(j), with high(j) = min(ends - 1, j + window). Neither bound ever decreases along a
 # stream, so those of a tile's first and last place say which tiles it meets at all, and which of them have to
 # be masked. What lies beyond T is read as zeros and masked, and not written.
+# A left operand of a product is read from shared memory, or made anew in registers in each step of a loop:
+# ptxas 12.8 to 13.0, but not 13.4, may give the registers of one that a loop only reads to another value.
 
 ATTN_FORWARD = {             # (width of q and k, of v): (queries, keys) of a tile, warps, stages, registers
-    (64, 64): (64, 64, 4, 3, None),
+    (64, 64): (64, 64, 4, 2, None),
     (64, 128): (64, 64, 4, 2, None),
-    (128, 128): (64, 64, 4, 2, None),
+    (128, 128): (64, 64, 4, 3, None),
 }
 ATTN_DQ = {
-    (64, 64): (64, 64, 4, 2, None),
+    (64, 64): (64, 32, 4, 3, None),
     (64, 128): (64, 64, 4, 2, None),
     (128, 128): (64, 64, 4, 2, None),
 }
 ATTN_DKV = {
-    (64, 64): (32, 64, 4, 2, None),
-    (64, 128): (32, 64, 4, 2, None),
-    (128, 128): (32, 64, 4, 2, None),
+    (64, 64): (64, 64, 4, 3, None),
+    (64, 128): (64, 64, 4, 3, None),
+    (128, 128): (64, 64, 4, 2, None),
 }
 LOG2E = math.log2(math.e)    # exponentials and logarithms in kernels have base 2
 LOWEST = -1e30               # below every score; -inf would make NaN of a tile of which a row sees nothing
@@ -1038,7 +1040,7 @@ LSE_MULTIPLE = 4             # entries of fp32, the same
 
 @triton.jit
 def _tile(x, first, h, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):
-    """Places [first, first + BLOCK) of stream h through the descriptor x: (BLOCK, E)."""
+    """Places [first, first + BLOCK) of stream h through the descriptor x, a right operand: (BLOCK, E)."""
     if PLACES == 1:
         return x.load([first, h * E])
     else:
@@ -1047,7 +1049,7 @@ def _tile(x, first, h, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexp
 
 @triton.jit
 def _held(x, pitch, first, h, T, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):
-    """_tile of a left operand. Of pairs x is a pointer: registers would hold what its descriptor reads."""
+    """_tile for a left operand. Of pairs x is a pointer: what a descriptor reads stays in registers there."""
     if PLACES == 1:
         return x.load([first, h * E])
     else:
@@ -1079,7 +1081,7 @@ def _high(ends_ptr, j, T, window, PLACES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
-def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, PLACES: tl.constexpr,
+def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, q_pitch, PLACES: tl.constexpr,
                       I: tl.constexpr, J: tl.constexpr, E: tl.constexpr, E_V: tl.constexpr,
                       LOG2E: tl.constexpr = LOG2E, LOWEST: tl.constexpr = LOWEST):
     first, h = tl.program_id(0) * I, tl.program_id(1)
@@ -1087,7 +1089,7 @@ def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, PLAC
     low = _low(start_ptr, i, T, window, PLACES)
     lowest = _low(start_ptr, first, T, window, PLACES)
     inside = _low(start_ptr, first + I - 1, T, window, PLACES)      # from here on all queries see
-    q_tile = _tile(q, first, h, PLACES, I, E)
+    q_tile = _held(q, q_pitch, first, h, T, PLACES, I, E)
     total, acc = tl.zeros((I,), tl.float32), tl.zeros((I, E_V), tl.float32)
     top = tl.full((I,), LOWEST, tl.float32)
     for start in range(lowest // J * J, tl.minimum(first + I, T), J):
@@ -1214,8 +1216,8 @@ def attention_into(q, k, v, start, window, pairs, *, y, lse, tile=None):
     I, J, warps, stages, registers = tile or ATTN_FORWARD[E, E_V]
     q, k, v = map(_laid, (q, k, v))
     _attention_kernel[-(-T // I), len(lse)](
-        _tiles(q, places, I), _tiles(k, places, J), _tiles(v, places, J), _tiles(y, places, I), lse, start, T,
-        min(window, T), lse.stride(0), places, I, J, E, E_V,
+        q if pairs else _tiles(q, places, I), _tiles(k, places, J), _tiles(v, places, J),
+        _tiles(y, places, I), lse, start, T, min(window, T), lse.stride(0), q.stride(0), places, I, J, E, E_V,
         num_warps=warps, num_stages=stages, maxnreg=registers)
 
 

@@ -1,21 +1,19 @@
 """Checks and times the kernels of train_gpt.py on one GPU, beside libraries that do the same.
 
-    python tests/bench_kernels.py attention [--variants] [--out results.json]
+    python tests/bench_kernels.py attention [--check | --variants] [--out results.json]
 
-Attention: (1) results and gradients at the record's shapes against the blocked reference in fp32, and exact cases; (2) times
-beside torch's varlen_attn (FlashAttention 2), compiled FlexAttention and, where installed, FlashAttention 4, in one process,
-each captured in a CUDA graph, caches flushed before every call; medians; (3) --variants: the kernels with other tiles.
-What fails says so and the rest goes on.
+Attention: (1) results and gradients at the record's shapes against the blocked reference in fp32, and exact cases, with
+--check nothing else; (2) times beside torch's varlen_attn (FlashAttention 2), compiled FlexAttention and, where installed,
+FlashAttention 4, in one process, each captured in a CUDA graph, caches flushed before every call; medians; (3) with
+--variants the kernels with other tiles. What fails says so and the rest goes on.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -91,13 +89,23 @@ def n_pairs(documents, window, pairs):
 
 # ---- (1) checks ------------------------------------------------------------------------------------------------
 
+def shape_of(T, widths, window, pairs):
+    return f"{widths} T {T:,} window {window}{' pairs' if pairs else ''}"
+
+
+def checked(what, good, errors, more=""):
+    """One finding, said; errors are those of y, dq, dk, dv where there are four."""
+    say(f"{'ok' if good else 'WRONG':5s} {what}: {' '.join(f'{x:.1e}' for x in errors)}{more}")
+    return {"what": what, "errors": errors, "good": good}
+
+
 def both(f, xs, dy, documents, **settings):
     y = f(*xs, documents, **settings)
     return [y.detach(), *torch.autograd.grad(y, xs, dy)]
 
 
 def compare(what, T, widths, documents, *, window, pairs=False, wide=torch.float32):
-    """Relative errors in norm of y, dq, dk, dv, with results in poisoned memory; and whether a second run gives the same bits."""
+    """Relative errors in norm of y, dq, dk, dv; whether a second run and results in memory of NaN have the same bits."""
     xs, dy = inputs(T, widths, seed=T + window)
     want = both(tg.attention_ref, [x.detach().to(wide).requires_grad_() for x in xs], dy.to(wide), documents,
                 window=window, pairs=pairs)
@@ -113,9 +121,7 @@ def compare(what, T, widths, documents, *, window, pairs=False, wide=torch.float
     errors = [((a.double() - b.double()).norm() / torch.maximum(b.double().norm(), scale * 1e-3)).item()
               for a, b in zip(got, want)]
     good = same and errors[0] <= 3e-3 and max(errors[1:]) <= 5e-3
-    say(f"{'ok' if good else 'WRONG':5s} {what}: {widths} T {T:,} window {window}{' pairs' if pairs else ''} "
-        f"errors {' '.join(f'{x:.1e}' for x in errors)}{'' if same else ', NOT THE SAME BITS TWICE'}")
-    return {"what": what, "T": T, "widths": widths, "window": window, "pairs": pairs, "errors": errors, "good": good}
+    return checked(f"{what}: {shape_of(T, widths, window, pairs)}", good, errors, "" if same else ", NOT THE SAME BITS TWICE")
 
 
 def forward_only(what, T, widths, *, window, pairs=False):
@@ -126,10 +132,8 @@ def forward_only(what, T, widths, *, window, pairs=False):
         got = tg.attention(*xs, documents, window=window, pairs=pairs)
         error = ((got - want).norm() / want.norm()).item()
         tail = ((got - want)[-1000:].norm() / want[-1000:].norm()).item()
-    good = max(error, tail) <= 3e-3
-    say(f"{'ok' if good else 'WRONG':5s} {what}: {widths} T {T:,} window {window}{' pairs' if pairs else ''} "
-        f"error {error:.1e}, last 1,000 tokens {tail:.1e}")
-    return {"what": what, "T": T, "widths": widths, "window": window, "pairs": pairs, "errors": [error, tail], "good": good}
+    return checked(f"{what}: {shape_of(T, widths, window, pairs)}, all and the last 1,000 tokens",
+                   max(error, tail) <= 3e-3, [error, tail])
 
 
 def exact(T, widths, zero, n=64):
@@ -155,29 +159,48 @@ def exact(T, widths, zero, n=64):
     inner = slice(2 * n, T - 2 * n)      # where every query sees n keys, and is one of n that see a key
     other = [(a[inner] != b.to(DTYPE)[inner]).float().mean().item() for a, b in zip(got, (y, dq, dk, dv))]
     good = not other[0] and not other[3] and max(other) < 0.01       # ds may be half way between two numbers
-    say(f"{'ok' if good else 'WRONG':5s} integers, {zero} = 0: {widths} T {T:,}: shares of y, dq, dk, dv not exact: {other}")
-    return {"what": f"integers {zero}", "T": T, "widths": widths, "shares": other, "good": good}
+    return checked(f"integers, {zero} = 0: {widths} T {T:,}, shares not exact", good, other)
+
+
+@contextlib.contextmanager
+def tabled(table, widths, tile):
+    """Within, a table of train_gpt has another tile."""
+    kept, table[widths] = table[widths], tile
+    try:
+        yield
+    finally:
+        table[widths] = kept
+
+
+OTHER_DQ = ((64, 32, 4, 3, None), (64, 64, 4, 3, None))            # of pairs, checked beside the one of the table
 
 
 def checks():
+    """[finding or None]: every row of the tables, pairs at windows below, at and beyond what a document has."""
     T, web = 49_152, web_documents(49_152)
     ones, short = (documents_of(T, x) for x in (torch.ones(T).long(), torch.arange(T) % 7 + 1))
     one = documents_of(T, torch.tensor([T]))
-    ragged = web_documents(T - 37)
-    rows = [("web", T, (64, 64), web, 128), ("web", T, (64, 64), web, 640), ("web", T, (64, 128), web, 640),
-            ("web", T, (64, 128), web, 640, True), ("web", T, (128, 128), web, 1408), ("web", T, (64, 128), web, 128, True),
-            ("web", T, (64, 128), web, 384), ("one document", T, (64, 128), one, 640, True),
-            ("one document", T, (128, 128), one, 1408), ("tokens alone", T, (64, 128), ones, 640),
-            ("short documents", T, (64, 64), short, 128), ("short documents", T, (64, 128), short, 640, True),
-            ("ragged", T - 37, (64, 128), ragged, 640, True), ("ragged", T - 37, (128, 128), ragged, 1407),
-            ("longer than T", 4_099, (64, 128), documents_of(4_099, torch.tensor([9_999])), 10**9),
-            ("longer than T", 4_099, (64, 128), documents_of(4_099, torch.tensor([9_999])), 10**9, True),
-            ("window 0", 5_000, (64, 64), web_documents(5_000), 0), ("window 1", 5_000, (128, 128), web_documents(5_000), 1)]
+    ragged, long = web_documents(T - 37), documents_of(4_099, torch.tensor([9_999]))
+    narrow, middle, wide = (64, 64), (64, 128), (128, 128)
+    rows = [("web", T, narrow, web, 128), ("web", T, narrow, web, 640), ("web", T, middle, web, 640),
+            ("web", T, middle, web, 384), ("web", T, wide, web, 1408),
+            *(("web", T, middle, web, window, True) for window in (128, 384, 640, 768)),
+            ("one document", T, middle, one, 640, True), ("one document", T, wide, one, 1408),
+            ("tokens alone", T, middle, ones, 640), ("tokens alone", T, middle, ones, 640, True),
+            ("short documents", T, narrow, short, 128), ("short documents", T, middle, short, 640, True),
+            ("ragged", T - 37, middle, ragged, 640, True), ("ragged", T - 37, wide, ragged, 1407),
+            ("longer than T", 4_099, middle, long, 10**9), ("longer than T", 4_099, middle, long, 10**9, True),
+            ("window 0", 5_000, narrow, web_documents(5_000), 0), ("window 1", 5_000, wide, web_documents(5_000), 1),
+            ("window 1", 5_000, middle, web_documents(5_000), 1, True)]
     found = [attempt(row[0], compare, *row[:4], window=row[4], pairs=len(row) > 5) for row in rows]
-    found.append(attempt("fp64", compare, "fp64", 16_384, (64, 128), web_documents(16_384), window=640, wide=torch.float64))
-    found += [attempt("integers", exact, T, widths, zero) for widths in ((64, 64), (64, 128), (128, 128)) for zero in "qk"]
-    found.append(attempt("validation", forward_only, "validation", 262_144, (128, 128), window=2560))
-    found.append(attempt("validation", forward_only, "validation", 262_144, (64, 128), window=768, pairs=True))
+    for tile in OTHER_DQ:
+        with tabled(tg.ATTN_DQ, middle, tile):
+            what = f"dq by {tile[0]}x{tile[1]} s{tile[3]}"
+            found += [attempt(what, compare, what, T, middle, web, window=window, pairs=True) for window in (128, 640)]
+    found.append(attempt("fp64", compare, "fp64", 16_384, middle, web_documents(16_384), window=640, wide=torch.float64))
+    found += [attempt("integers", exact, T, widths, zero) for widths in (narrow, middle, wide) for zero in "qk"]
+    found.append(attempt("validation", forward_only, "validation", 262_144, wide, window=2560))
+    found.append(attempt("validation", forward_only, "validation", 262_144, middle, window=768, pairs=True))
     torch.cuda.empty_cache()
     return found
 
@@ -365,62 +388,12 @@ FORWARD = ((64, 64, 4, 2, None), (64, 64, 4, 3, None), (64, 32, 4, 3, None), (64
 DQ = ((64, 64, 4, 2, None), (64, 64, 4, 3, None), (64, 32, 4, 2, None), (64, 32, 4, 3, None), (128, 64, 8, 2, None),
       (128, 64, 8, 3, None), (128, 32, 8, 2, None))
 DKV = ((32, 64, 4, 2, None), (32, 64, 4, 3, None), (32, 64, 4, 4, None), (64, 64, 4, 2, None), (64, 64, 4, 3, None),
-       (64, 128, 8, 2, None), (32, 128, 8, 3, None), (32, 64, 4, 2, 128))
+       (64, 128, 8, 2, None), (32, 128, 8, 3, None))
 KINDS = {"forward": FORWARD, "dq": DQ, "dkv": DKV}
 TABLES = {"forward": "ATTN_FORWARD", "dq": "ATTN_DQ", "dkv": "ATTN_DKV"}
 KERNELS = {"forward": "_attention_kernel", "dq": "_attention_dq_kernel", "dkv": "_attention_dkv_kernel"}
 TUNED = (((64, 64), False, (128, 384, 640)), ((64, 128), False, (640,)), ((64, 128), True, (128, 384, 640)),
          ((128, 128), False, (384, 1408)))
-SPILLS = {("dkv", (64, 128), 128), ("dkv", (128, 128), 128)}       # kernel, widths, registers
-
-# Other texts of the kernels: {name: (kernels concerned, ((old, new), ...))}.
-LOOP = """    for start in range(lowest // J * J, tl.minimum(first + I, T), J):
-        s = tl.dot(q_tile, _tile(k, start, h, PLACES, J, E).T)
-"""
-AHEAD = """    s_next = tl.dot(q_tile, _tile(k, lowest // J * J, h, PLACES, J, E).T)
-    for start in range(lowest // J * J, tl.minimum(first + I, T), J):
-        s = s_next
-        s_next = tl.dot(q_tile, _tile(k, start + J, h, PLACES, J, E).T)
-"""
-P = "        p = tl.exp2(s * LOG2E - lse.load("
-VECTOR = "tl.load({}_ptr + h * lse_pitch + start + tl.arange(0, I), mask=start + tl.arange(0, I) < lse_pitch, other=0.0)"
-EXPERIMENTS = {
-    "masks everywhere": (("forward", "dq", "dkv"), (("        if edge:\n", "        if 1:\n"),)),
-    "heads first": (("forward", "dq", "dkv"), (
-        ("tl.program_id(0) * I, tl.program_id(1)", "tl.program_id(1) * I, tl.program_id(0)"),
-        ("tl.program_id(0) * J, tl.program_id(1)", "tl.program_id(1) * J, tl.program_id(0)"),
-        ("[-(-T // I), len(lse)]", "[len(lse), -(-T // I)]"), ("[-(-T // J), len(lse)]", "[len(lse), -(-T // J)]"))),
-    "held tiles in registers": (("forward", "dq", "dkv"), (
-        ("if PLACES == 1:", "if PLACES == 0:"), ("    if places == 1:", "    if places == 0:"),
-        ("held = (k, v) if pairs else", "held = (k, v) if True else"))),
-    "scores ahead": (("forward",), ((LOOP, AHEAD),)),
-    "dp before p": (("dkv",), ((P, "        dp = tl.dot(v_tile, dy_tile.T)\n" + P),
-                               ("ds = p * (tl.dot(v_tile, dy_tile.T) - delta", "ds = p * (dp - delta"))),
-    "vectors by pointer": (("dkv",), (
-        ("dk, dv, lse, delta, ends_ptr", "dk, dv, lse_ptr, delta_ptr, ends_ptr"),
-        ("lse.load([h * lse_pitch + start])", VECTOR.format("lse")),
-        ("delta.load([h * lse_pitch + start])", VECTOR.format("delta")),
-        ("        *vectors, ends", "        lse, delta, ends"))),
-}
-
-
-def load_experiments(folder):
-    """{name: train_gpt with another text}; the text has to be a file, Triton reads it."""
-    source, modules = Path(tg.__file__).read_text(), {"": tg}
-    for n, (name, (_, edits)) in enumerate(EXPERIMENTS.items()):
-        text = source
-        for old, new in edits:
-            if old not in text:
-                say(f"FAILED experiment {name}: the script has no {old!r}")
-                break
-            text = text.replace(old, new)
-        else:
-            path = Path(folder) / f"experiment_{n}.py"
-            path.write_text(text)
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            modules[name] = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-            attempt(name, spec.loader.exec_module, modules[name])
-    return modules
 
 
 class Instead:
@@ -443,53 +416,50 @@ class Setting:
         self.y, self.lse = torch.empty_like(self.v), tg.lse_like(self.q, pairs)
         self.grads = {name: torch.empty_like(x) for name, x in (("dq", self.q), ("dk", self.k), ("dv", self.v))}
 
-    def forward(self, module, tile):
-        module.attention_into(self.q, self.k, self.v, self.documents.start, self.window, self.pairs,
-                              y=self.y, lse=self.lse, tile=tile)
+    def forward(self, tile):
+        tg.attention_into(self.q, self.k, self.v, self.documents.start, self.window, self.pairs,
+                          y=self.y, lse=self.lse, tile=tile)
 
-    def backward(self, module, dq=None, dkv=None):
+    def backward(self, dq=None, dkv=None):
         tiles = (dq or tg.ATTN_DQ[self.widths], dkv or tg.ATTN_DKV[self.widths])
-        module.attention_grad_into(self.dy, self.q, self.k, self.v, self.y, self.lse, start=self.documents.start,
-                                   ends=self.documents.ends, window=self.window, pairs=self.pairs, tiles=tiles, **self.grads)
+        tg.attention_grad_into(self.dy, self.q, self.k, self.v, self.y, self.lse, start=self.documents.start,
+                               ends=self.documents.ends, window=self.window, pairs=self.pairs, tiles=tiles, **self.grads)
 
     def prepare(self):
         """What the kernels of the backward pass read: y, lse and delta."""
-        self.forward(tg, tg.ATTN_FORWARD[self.widths])
-        with replaced(tg, "dkv", lambda *xs: setattr(self, "delta", xs[7].base.clone())):
-            self.backward(tg)
+        self.forward(tg.ATTN_FORWARD[self.widths])
+        with replaced("dkv", lambda *xs: setattr(self, "delta", xs[7].base.clone())):
+            self.backward()
 
-    def run(self, kind, tile, module=tg):
+    def run(self, kind, tile):
         """One kernel alone; in place of dq its delta is copied."""
         if kind == "forward":
-            self.forward(module, tile)
+            self.forward(tile)
         elif kind == "dq":
-            with replaced(module, "dkv", lambda *xs: None):
-                self.backward(module, dq=tile)
+            with replaced("dkv", lambda *xs: None):
+                self.backward(dq=tile)
         else:
-            with replaced(module, "dq", lambda *xs: self.delta is not None and xs[7].copy_(self.delta)):
-                self.backward(module, dkv=tile)
+            with replaced("dq", lambda *xs: self.delta is not None and xs[7].copy_(self.delta)):
+                self.backward(dkv=tile)
 
 
 @contextlib.contextmanager
-def replaced(module, kind, f):
-    """Within, a kernel of a module is not launched: f gets its arguments."""
-    kernel = getattr(module, KERNELS[kind])
-    setattr(module, KERNELS[kind], Instead(f))
+def replaced(kind, f):
+    """Within, a kernel is not launched: f gets its arguments."""
+    kernel = getattr(tg, KERNELS[kind])
+    setattr(tg, KERNELS[kind], Instead(f))
     try:
         yield
     finally:
-        setattr(module, KERNELS[kind], kernel)
-
-
-MODULES = {"": tg}
+        setattr(tg, KERNELS[kind], kernel)
 
 
 def build(job):
     """In a process of its own: compile one kernel by launching it on little."""
-    kind, widths, pairs, tile, experiment = job
+    kind, widths, pairs, tile = job
     begin = time.perf_counter()
     try:
-        Setting(1024, widths, 128, pairs).run(kind, tile, MODULES[experiment])
+        Setting(1024, widths, 128, pairs).run(kind, tile)
         torch.cuda.synchronize()
         return job, time.perf_counter() - begin, None
     except Exception as error:
@@ -497,13 +467,12 @@ def build(job):
 
 
 def jobs_of(with_variants):
-    """(kind, widths, pairs, tile, experiment): those of the tables, then variants and experiments."""
+    """(kind, widths, pairs, tile): those of the tables, those that the checks need too, variants."""
     shapes = [(kind, widths, pairs) for widths, pairs, _ in TUNED for kind in KINDS]
-    shipped = [(kind, widths, pairs, getattr(tg, TABLES[kind])[widths], "") for kind, widths, pairs in shapes]
-    more = [(kind, widths, pairs, tile, "") for kind, widths, pairs in shapes for tile in KINDS[kind]
-            if (kind, widths, tile[4]) not in SPILLS]
-    more += [(*job[:4], name) for name in MODULES if name for job in shipped if job[0] in EXPERIMENTS[name][0]]
-    return shipped, [job for job in more if job not in shipped] if with_variants else []
+    shipped = [(kind, widths, pairs, getattr(tg, TABLES[kind])[widths]) for kind, widths, pairs in shapes]
+    needed = [("dq", (64, 128), True, tile) for tile in OTHER_DQ]
+    more = [(*shape, tile) for shape in shapes for tile in KINDS[shape[0]]] if with_variants else []
+    return shipped, needed, [job for job in more if job not in shipped + needed]
 
 
 def gathered(pending, limit_s):
@@ -523,7 +492,7 @@ def gathered(pending, limit_s):
 
 
 def time_variants(jobs, rep):
-    """Every kernel alone, with every tile and text, at the windows of the recipe; the best first."""
+    """Every kernel alone, with every tile, at the windows of the recipe; the best first."""
     found = []
     for widths, pairs, windows in TUNED:
         for window in windows:
@@ -532,30 +501,25 @@ def time_variants(jobs, rep):
             for kind in KINDS:
                 rows = []
                 for job in jobs:
-                    if job[:3] != (kind, widths, pairs) or job[4] and window != windows[-1]:
-                        continue
-                    ms = attempt(str(job), captured_ms, lambda: setting.run(kind, job[3], MODULES[job[4]]), rep)
-                    if ms is not None:
-                        rows.append((ms, job[3], job[4]))
-                        found.append({"kind": kind, "widths": widths, "pairs": pairs, "window": window, "tile": job[3],
-                                      "text": job[4], "ms": ms})
+                    if job[:3] == (kind, widths, pairs):
+                        ms = attempt(str(job), captured_ms, lambda: setting.run(kind, job[3]), rep)
+                        if ms is not None:
+                            rows.append((ms, job[3]))
+                            found.append({"kind": kind, "widths": widths, "pairs": pairs, "window": window, "tile": job[3], "ms": ms})
                 rows.sort(key=lambda row: row[0])
                 say(f"{kind} {widths}{' pairs' if pairs else ''} w {window}: " + "; ".join(
-                    f"{ms:.4f} {tile[0]}x{tile[1]} w{tile[2]} s{tile[3]}" + f" r{tile[4]}" * bool(tile[4]) + f" {text}" * bool(text)
-                    for ms, tile, text in rows))
+                    f"{ms:.4f} {tile[0]}x{tile[1]} w{tile[2]} s{tile[3]}" for ms, tile in rows))
     return found
 
 
 # ---- all of it ------------------------------------------------------------------------------------------------------
 
 def attention(options):
-    if options.variants:
-        MODULES.update(load_experiments(tempfile.mkdtemp()))
-    shipped, more = jobs_of(options.variants)
+    shipped, needed, more = jobs_of(options.variants)
     # Forked before this process touches the GPU, so that none of them imports torch again.
     pool = multiprocessing.get_context("fork").Pool(max(1, os.cpu_count() - 2))
     results = {"torch": torch.__version__}
-    first, waiting = ([(job, pool.apply_async(build, (job,))) for job in jobs] for jobs in (shipped, more))
+    first, waiting = ([(job, pool.apply_async(build, (job,))) for job in jobs] for jobs in (shipped + needed, more))
     failed = gathered(first, 120)
     results |= {"gpu": torch.cuda.get_device_name(), "built": {str(k): v for k, v in failed.items()}}
     say(results["gpu"], "torch", torch.__version__)
@@ -565,25 +529,29 @@ def attention(options):
         if options.out:
             Path(options.out).write_text(json.dumps(results, indent=1))
     keep("checks", attempt("checks", checks))
-    failed |= gathered(waiting, 90)
+    if more:
+        failed |= gathered(waiting, 90)
     pool.terminate()
-    keep("times", attempt("times", beside, options.rep))
-    if options.variants:
-        jobs = [job for job in (*shipped, *more) if job not in failed]
+    if not options.check:
+        keep("times", attempt("times", beside, options.rep))
+    if more:
+        jobs = [job for job in (*shipped, *needed, *more) if job not in failed]
         keep("variants", attempt("variants", time_variants, jobs, options.rep))
-    print()
-    wrong = [found for found in results["checks"] or [None] if not found or not found["good"]]
-    print(f"checks: {len(results['checks'] or ())} made, {len(wrong)} wrong {wrong or ''}")
-    print(f"forward / backward ms, H {H}, log-normal documents, {results['gpu']}")
-    for row in results["times"] or ():
-        print(line_of(row))
+    if results.get("times"):
+        print(f"\nforward / backward ms, H {H}, log-normal documents, {results['gpu']}")
+        print(*map(line_of, results["times"]), sep="\n")
+    found = results["checks"] or [None]
+    wrong = [x["what"] if x else "one that failed" for x in found if not x or not x["good"]]
+    print(f"checks: {len(found)} made, {len(wrong)} wrong{': ' * bool(wrong)}{'; '.join(wrong)}")
     return 1 if wrong else 0
 
 
 def main(words):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("attention",))
-    parser.add_argument("--variants", action="store_true", help="time other tiles too")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--check", action="store_true", help="check results, time nothing")
+    how.add_argument("--variants", action="store_true", help="time other tiles too")
     parser.add_argument("--out", help="where results go as JSON")
     parser.add_argument("--rep", type=int, default=25, help="ms of repetitions behind a median")
     options = parser.parse_args(words)

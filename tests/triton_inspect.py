@@ -54,9 +54,12 @@ def inspect(kernel, types, constants, multiples=(), **options):
     return {"registers": registers, "stack": stack, "shared": shared,
             "programs": min(REGISTERS // (-(-registers // 8) * 8 * threads), SHARED // (shared + 1024), THREADS // threads),
             "serialised": re.findall(r"\((C75\d\d)\)", said), "wgmma": code.count("HGMMA") + code.count("QGMMA"),
+            "in_flight": max(map(int, re.findall(r"pendings = (\d+)", built.asm["ttgir"])), default=0),   # past a wait
+            "left_in_registers": len(re.findall(r"[HQ]GMMA\S* R\d+, R\d+, gdesc", code)),
             "mma": len(re.findall(r"\b[HIQ]MMA", code)), "instructions": code.count(" ;")}
 
 
+HELD = {"_attention_kernel": ("q",), "_attention_dq_kernel": ("q", "y", "dy"), "_attention_dkv_kernel": ("k", "v")}   # left
 ROWS = {"q": "E", "k": "E", "v": "E_V", "y": "E_V", "dy": "E_V", "dq": "E", "dk": "E", "dv": "E_V"}   # widths of the operands
 
 
@@ -66,14 +69,15 @@ def attention(kernel, widths, tile, pairs, dtype="bf16", **more):
     sizes, places = {"E": widths[0], "E_V": widths[1]}, 1 + pairs
     types = {"lse": f"tensordesc<fp32[{I}]>", "delta": f"tensordesc<fp32[{I}]>", "lse_ptr": "*fp32", "delta_ptr": "*fp32",
              "start_ptr": "*i32", "ends_ptr": "*i32"}
-    types |= dict.fromkeys(("T", "window", "lse_pitch", "k_pitch", "v_pitch"), "i32")
+    pitches = [f"{name}_pitch" for name in HELD[kernel.__name__]]
+    types |= dict.fromkeys(("T", "window", "lse_pitch", *pitches), "i32")
     for name, width in ROWS.items():
         shape = [J if name[-1] in "kv" else I, sizes[width]]
         shape = [shape[0] // places, places, shape[1]] if pairs else shape
         types[name] = f"tensordesc<{dtype}[{', '.join(map(str, shape))}]>"
-    if pairs and "dkv" in kernel.__name__:
-        types |= {"k": f"*{dtype}", "v": f"*{dtype}"}
-    return inspect(kernel, types, {"PLACES": places, "I": I, "J": J, **sizes, **more}, multiples=("k_pitch", "v_pitch"),
+    if pairs:
+        types |= dict.fromkeys(HELD[kernel.__name__], f"*{dtype}")
+    return inspect(kernel, types, {"PLACES": places, "I": I, "J": J, **sizes, **more}, multiples=pitches,
                    num_warps=warps, num_stages=stages, **({"maxnreg": registers} if registers else {}))
 
 
