@@ -206,14 +206,14 @@ def test_telemetry_samples_only_while_the_clock_runs(tg, one_rank, tmp_path, mon
     seconds, gpus, mhz, watts, degrees = zip(*telemetry.samples)
     assert 0 <= min(seconds) and max(seconds) <= clock.total + 0.05 and set(gpus) == {0}
     assert set(mhz) == {1755} and set(degrees) == {61} and all(w >= 600.5 for w in watts)
-    assert tg.telemetry_lines(telemetry.samples)[0] == "gpu_sm_mhz: mean 1755, least 1755, most 1755"
+    assert telemetry.summary()[0] == "gpu_sm_mhz: mean 1755, least 1755, most 1755"
 
 
 def test_without_a_gpu_there_is_no_telemetry(tg, one_rank):
     telemetry = tg.Telemetry(one_rank)
     telemetry.end()
     assert telemetry.child is None and telemetry.samples == []
-    assert tg.telemetry_lines([]) == ["gpu_sm_mhz: n/a", "gpu_power_w: n/a", "gpu_temp_c: n/a"]
+    assert telemetry.summary() == ["gpu_sm_mhz: n/a", "gpu_power_w: n/a", "gpu_temp_c: n/a"]
 
 
 def test_stamps_tell_the_seconds_of_their_making(tg, one_rank):

@@ -5,7 +5,7 @@ import torch
 
 KINDS = {"bitwise", "reorder", "approx"}
 COMPILED = ("loss_rows", "heads", "relu2", "smear", "mix", "signed_sum", "key_offset", "exclude_self", "anvil_momentum", "anvil_apply",
-            "adam_step", "ngrams")
+            "adam_step", "ngrams", "pointer_read", "pointer_slopes")
 
 
 def draws(seed):

@@ -550,11 +550,12 @@ def test_pointer_equals_its_definition(tg, monkeypatch, block):
     following = torch.cat((batch[0][1:], batch[0][:1])).long()
     c = (weights * (batch[0][None] == following[:, None])).sum(1)
     with torch.no_grad():
-        got = tg.pointer(*model.pointer_parts(x), batch[0], following, (batch[1], block, tg.references()))
+        parts = *tg.pointer_parts(x, model.w_pointer, model.mix_pointer), model.w_sink
+        got = tg.pointer(*parts, batch[0], following, (batch[1], block, tg.references()))
     torch.testing.assert_close(got, torch.stack((c, s), 1))
     assert s[[0, 1, 20, 49]].tolist() == [1.0] * 4 and not c[[0, 1, 20, 49]].any() and (c > 0.01).any() and (s < 1).any()
     for t in (1, 19, 50):       # what the last token of a stream copies
-        of_all, sink = tg.copies(*(y[:t] if y.ndim > 1 else y for y in model.pointer_parts(x)), batch[0][:t],
+        of_all, sink = tg.copies(*(y[:t] if y.ndim > 1 else y for y in parts), batch[0][:t],
                                  (batch[1][:t], block), 50_257)
         want = torch.zeros(50_257, dtype=torch.float64).index_add(0, batch[0][:t].long(), weights[t - 1, :t])
         torch.testing.assert_close((of_all, sink), (want, s[t - 1]))

@@ -251,14 +251,6 @@ def test_a_host_slot_is_not_filled_again_before_its_copy_has_run(tg, tmp_path, m
     assert not all(torch.equal(a, b) for a, b in zip(first, loader.slots[0]))
 
 
-def test_unigram_loss_equals_its_definition(tg, tmp_path):
-    train, val = docs(500, 9, 0) % 40, docs(101, 9, 1) % 40
-    shard(tmp_path / "train_000001.bin", train), shard(tmp_path / "val_000000.bin", val)
-    cfg = config(tg, tmp_path, val_tokens=100, val_seq=100)
-    p = [(np.sum(train == y) + 1) / (500 + 50257) for y in val[1:]]
-    assert tg.unigram_loss(cfg) == pytest.approx(-np.mean(np.log(p)))
-
-
 def test_vocabulary_encodes_as_the_shipped_shards_do(tg):
     """Documents of the sample, decoded and encoded again, are their own tokens; and texts of many scripts survive."""
     vocabulary = tg.Vocabulary(ROOT / "data/gpt2_vocab.bin", True)

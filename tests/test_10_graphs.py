@@ -90,8 +90,9 @@ def test_pick(tg, switch, names):
 
 
 def test_pick_all_and_less(tg):
-    assert tg.pick("all") == set(tg.FAST)
-    assert tg.pick("all,-relu2,-heads") == set(tg.FAST) - {"relu2", "heads"}
+    assert tg.pick("all") == {*tg.FAST, "replay"}
+    assert tg.pick("all,-relu2,-heads,-replay") == set(tg.FAST) - {"relu2", "heads"}
+    assert tg.pick("none") == set() and tg.pick("replay") == {"replay"}
 
 
 @pytest.mark.parametrize("switch", ("every", "all,relu", "relu2,-nothing", ""))
@@ -102,7 +103,7 @@ def test_pick_refuses_what_it_does_not_know(tg, switch):
 
 def test_a_cpu_runs_the_references(tg):
     names, ops = tg.choose(tg.PRESETS["solo"], torch.device("cpu"))
-    assert names == [] and vars(ops) == vars(tg.references())
+    assert names == [] and vars(ops) == vars(tg.references()) | {"captures": False}
 
 
 def on_gpu_with(monkeypatch, tg, free_bytes, **changes):
