@@ -1907,7 +1907,7 @@ class Room:
     def __init__(self, n, table):
         self.ids = torch.full((n,), BEYOND, device=table.device)
         self.values = table.new_zeros(n, table.shape[1]).requires_grad_()
-        self.grad = self.values.detach().to(torch.promote_types(table.dtype, torch.float32))
+        self.grad = torch.zeros_like(self.values, dtype=torch.promote_types(table.dtype, torch.float32))
 
     @torch.no_grad()
     def hold(self, rows):

@@ -41,6 +41,48 @@ def test_warm_up_leaves_everything_bit_equal(tg, one_rank):
     assert len(averages) == 8 and all((x == 3.0).all() for x in averages) and not opt.averages.begun
 
 
+def test_rooms_stand_in_for_rows(tg, one_rank):
+    """Steps that read rows at fixed addresses, as captured ones do, have the losses and gradients of those that read what was
+    brought; in a step with fewer rows nothing of the step before is left."""
+    cfg = replace(tg.PRESETS["tiny"], d_model=48, d_head=8, d_mlp=40)
+    plan = replace(tg.plan_at(cfg, 0), T=64, n_classes=500)
+    results = []
+    for fixed in (False, True):
+        model, opt = tg.make(cfg, one_rank, torch.device("cpu"))
+        view = tg.view_at(cfg, 0, one_rank.device, 64)
+        for i, p in enumerate(model.parameters()):
+            p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.02)
+        replay, found = tg.Replay(model, {}), []
+        if fixed:
+            replay.rooms = opt.rooms(model.most_rows(2 * 64))
+            places = [(x.data_ptr(), len(x)) for room in replay.rooms.values() for x in (room.ids, room.values, room.grad)]
+        for factor in (3, 5, 1):                     # the last stream has one token again and again
+            tokens, *rest = tg.synthetic(plan, one_rank.device)
+            batch = (tokens * factor % 997 if factor > 1 else tokens * 0, rest[0], *rest[1:])
+            near = opt.pull(model.wanted([batch, batch]), True)
+            replay.hold(near)
+            found += [replay(batch, view), replay(batch, view)]
+            found += [x for name in near for x in (near[name].ids, near[name].grad.clone())]
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            assert (model.near is near) != fixed
+        if fixed:
+            assert places == [(x.data_ptr(), len(x)) for room in replay.rooms.values() for x in (room.ids, room.values, room.grad)]
+            assert places[0][1] == 4 * 128 and places[3][1] == 2 * 128 and len(near["w_value"].ids) == 4
+        results.append(found)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_what_a_captured_step_depends_on(tg, one_rank):
+    """Lengths, classes, targets and windows of a batch: every stage of the recipe, and every part of one, has a key of its own."""
+    cfg = tg.PRESETS["tiny"]
+    keys = set()
+    for step in range(cfg.n_steps):
+        plan, k = tg.plan_at(cfg, step), tg.stage_at(cfg, step)
+        view = SimpleNamespace(short=cfg.stages[k].short, long=cfg.stages[k].long)
+        keys.add(tg.Replay.shape(tg.synthetic(plan, one_rank.device), view))
+    assert len(keys) == 5
+
+
 def test_warm_up_compiles_all_that_the_run_will_need(tg, one_rank):
     """Events of the sparse tables, of one pair of steps and later of two, the slow rail, head and embedding tied and then
     apart, and an empty validation stream."""

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ N_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not N_GPUS, reason="no GPU")]
 two_gpus = pytest.mark.skipif(N_GPUS < 2, reason=f"{N_GPUS} GPU, the test needs 2")
 NAMES = ("attention", "add_rows", "loss_rows", "heads", "relu2", "smear", "mix", "signed_sum", "key_offset", "exclude_self",
-         "anvil_momentum", "anvil_apply", "adam_step", "ngrams", "row_event")
+         "anvil_momentum", "anvil_apply", "adam_step", "ngrams", "row_event", "pointer_read", "pointer_slopes")
 
 
 def rand_on(device, seed, dtype=torch.bfloat16):
@@ -240,6 +241,41 @@ def test_fast_and_plain_train_alike(tg, tmp_path):
     assert keys["end"] == "ok"
     ms = [float(line.split("|")[-1].split()[0]) for line in fast if line.startswith("step ")]
     assert min(ms) > 0 and sum(ms) / 1000 == pytest.approx(float(keys["train_s"]), rel=0.05, abs=0.02)
+
+
+def test_a_captured_step_is_the_step(tg):
+    """Three steps of every shape, captured and as they are, from the same weights: equal losses and gradients, also where a step
+    has two micro-batches and where the second step reads other rows than the first."""
+    cfg = tg.parse(["solo", "t_factor=0.0625", "ngram_rows=1048576", "n_micro=2"])
+    comm, results = tg.Comm(cfg, 0, 0, 1), []
+    for switch in ("all", "all,-replay"):
+        torch.manual_seed(0)
+        model, optimizer = tg.make(cfg, comm, comm.device, tg.choose(replace(cfg, fast=switch), comm.device)[1])
+        most = model.most_rows(2 * max(stage.T for stage in cfg.stages))
+        replay = tg.Replay(model, optimizer.rooms(most) if model.ops.captures else {})
+        found = []
+        for step in (cfg.stage_ends[1], 0, cfg.n_steps - 1):
+            plan, view = tg.plan_at(cfg, step), tg.view_at(cfg, tg.stage_at(cfg, step), comm.device, tg.plan_at(cfg, step).T)
+            batch = tg.synthetic(plan, comm.device)
+            replay.hold(optimizer.pull(model.wanted([batch]), True))
+            replay.capture(batch, view)
+            for x in optimizer.tensors():
+                if x.is_floating_point() and x.data_ptr() in {row.param.grad.data_ptr() for row in optimizer.rows if row.param.grad is not None}:
+                    x.zero_()
+            for shift in (1, 2, 3):
+                tokens = (batch[0] * shift % tg.VOCAB).int()
+                other = (tokens, batch[1], tokens, *batch[3:])
+                near = optimizer.pull(model.wanted([batch, other]), True)
+                replay.hold(near)
+                found += [replay(batch, view).clone(), replay(other, view).clone()]
+                found += [near[name].grad.clone() for name in near]
+            found += [row.param.grad.clone() for row in optimizer.rows if row.param.grad is not None]
+        assert len(replay.made) == (3 if switch == "all" else 0)
+        results.append([x.double() for x in found])
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= 2e-2 * b.norm(), (tuple(a.shape), float((a - b).norm() / b.norm()))
+    losses_of = [[x for x in found if not x.ndim] for found in results]
+    assert max(float(abs(a / b - 1)) for a, b in zip(*losses_of)) < 1e-3
 
 
 def test_switch_turns_single_rows_off(tmp_path):
