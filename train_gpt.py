@@ -12,14 +12,14 @@ Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each 
      1  Config         270   every setting of a run, the presets, the command line
      2  Host           505   ranks and collectives, the log, the clock, how all ranks stop when one fails
      3  Numbers         45   number formats; the registry of fast replacements
-     4  Kernels      1,380   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
+     4  Kernels      1,430   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
      5  Ops             20   names for what the model uses of section 4
-     6  Model          415   the layer table, the weights, the forward pass, the optimizer's parameter table
-     7  Optimizers     120   ANVIL and Adam over all tensors, and how their work is spread over the ranks
+     6  Model          380   the layer table, the weights, the forward pass, the optimizer's parameter table
+     7  Optimizers     125   ANVIL and Adam over all tensors, and how their work is spread over the ranks
      8  Data           475   token shards: reading, checking, packing documents; targets; the worker thread
      9  Schedules       90   stages, rates, windows, classes and targets as pure functions of the step
-    10  Graphs         150   what is done once before the clock starts: compiling, memory, warm-up
-    11  Train          370   validation, the timed loop, main
+    10  Graphs         195   what is done once before the clock starts: compiling, memory, warm-up
+    11  Train          340   validation, the timed loop, main
 
 Three ways to read it: for the learning 1, 9, 6, 7; for the systems 2, 4, 8, 10; to run it 11 and README.md.
 
@@ -888,7 +888,7 @@ def references():
     return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
 
 
-# ======== 4. Kernels ========================================================== budget 1,380 ====
+# ======== 4. Kernels ========================================================== budget 1,430 ====
 # Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
 # the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
 # tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
@@ -2328,7 +2328,7 @@ softcap_loss = SoftcapLoss.of    # of a stream
 chances = SoftcapLoss.chances    # of all tokens behind a stream
 
 
-# ======== 6. Model ============================================================== budget 415 ====
+# ======== 6. Model ============================================================== budget 380 ====
 # The network: a table with one row per layer, the weights, the forward pass over one flat stream, one row
 # per parameter for the optimizer. Nothing here knows the step, the world size or the optimizer. Matrices of
 # one shape lie in one bank (N, R, C), N padded to a multiple of 8: every rank gets as many whole ones.
@@ -2705,7 +2705,7 @@ def param_table(model, cfg):
     return list(rows.values())
 
 
-# ======== 7. Optimizers ======================================================== budget 120 ====
+# ======== 7. Optimizers ======================================================== budget 125 ====
 # ANVIL [2] for the banks, Adam [5] for the rest, both with cautious decay [6]. Invariants:
 # (1) A gradient is the sum of the losses' gradients over all micro-batches; 1 / n_micro is applied here.
 # (2) Banks step every step. Adam steps on odd steps, with the sum of two steps' gradients.
@@ -3389,7 +3389,7 @@ def plan_at(cfg, step):
     return StepPlan(stage.T, stage.max_doc, n_classes_at(cfg, step), *targets_at(cfg, step))
 
 
-# ======== 10. Graphs ============================================================ budget 150 ====
+# ======== 10. Graphs ============================================================ budget 195 ====
 # What is done once a process before the clock starts: which replacements run, whether the memory suffices,
 # every shape run once on synthetic tokens and captured, so that what cannot work fails early.
 # (1) After warm-up weights, gradients, optimizer states, random numbers and loader are bit-equal to before.
@@ -3583,7 +3583,7 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, replay, tell):
     tell("validation")
 
 
-# ======== 11. Train ============================================================= budget 370 ====
+# ======== 11. Train ============================================================= budget 340 ====
 # A run from the command line to the last line of the log. Invariants:
 # (1) The clock runs from the barrier after warm-up to the barrier after the last step's work; validation
 #     forwards and the log's file lie outside, reading and packing tokens inside.

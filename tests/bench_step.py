@@ -57,12 +57,16 @@ def main(argv):
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, fast: {','.join(names) or 'none'}")
     model, optimizer = tg.make(cfg, comm, comm.device, ops)
     guard, by_stage = SimpleNamespace(step=lambda: None), {}
+    most = model.most_rows(cfg.n_micro * max(stage.T for stage in cfg.stages))
+    replay = tg.Replay(model, optimizer.rooms(most) if model.ops.captures else {})
     for k, stage in enumerate(cfg.stages):
         plan = tg.plan_at(cfg, cfg.stage_ends[k] - 1)
         loader = tg.Loader(cfg, comm, [plan] * (WARM + TIMED))
         loader.resume()
-        run = SimpleNamespace(cfg=cfg, comm=comm, guard=guard, model=model, optimizer=optimizer, replay=tg.Replay(model, {}))
-        view, marks = tg.view_at(cfg, k, comm.device, stage.T), []
+        run = SimpleNamespace(cfg=cfg, comm=comm, guard=guard, model=model, optimizer=optimizer, replay=replay)
+        view, marks, batch = tg.view_at(cfg, k, comm.device, stage.T), [], tg.synthetic(plan, comm.device)
+        replay.hold(optimizer.pull(model.wanted([batch]), True))
+        replay.capture(batch, view)
         begin = -((0, *cfg.stage_ends)[k] // -CYCLE) * CYCLE
         for step in range(begin, begin + WARM + TIMED):
             tg.train_step(run, loader.next(), view, step)
