@@ -246,9 +246,8 @@ PRESETS = {
         train_files="data/proxy/proxy_train_*.bin", val_files="data/proxy/proxy_val_*.bin"),
     "tiny": replace(
         RECORD, preset="tiny", fast="none", n_sched=39, d_model=96, d_head=16, d_mlp=352, dtype="fp32",
-        adam_lr=0.02, scale_narrow=0.37, scale_wide=0.24, ngram_rows=65_536, pointer_block=128,
-        val_pointer_block=512, ngram_lr=0.1,
-        p_early=2048, p_middle=2048, p_late=2048,
+        adam_lr=0.028, anvil_lr=0.03, scale_narrow=0.37, scale_wide=0.24, ngram_rows=65_536,
+        pointer_block=128, val_pointer_block=512, ngram_lr=0.1, p_early=2048, p_middle=2048, p_late=2048,
         train_files="data/sample/sample_train_*.bin", val_files="data/sample/sample_val_*.bin",
         val_tokens=16_384, val_seq=2048, val_long=160,
         stages=(Stage(256, 112,  8,  24, 1.0),
