@@ -3492,7 +3492,7 @@ def check_memory(cfg, comm):
 
 
 class Replay:
-    """Forward and backward of a micro-batch: as they are or, on a GPU, captured once for every shape and
+    """Forward and backward of a micro-batch: as they are or captured on a GPU, once for every shape, and
     replayed: one launch for thousands. rooms: see Optimizer.rooms, or {}, and nothing is captured."""
 
     def __init__(self, model, rooms):
@@ -3531,7 +3531,8 @@ class Replay:
         with torch.cuda.stream(self.stream):     # all that is made once must be made outside of the capture
             self(batch, view)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self.pool, self.stream):
+        # Trap: not "global", the default, with which a call of another thread, like NCCL's, ends the capture.
+        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
             loss = self(batch, view)
         self.made[self.shape(batch, view)] = graph, batch, loss, view
 
