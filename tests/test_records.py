@@ -16,6 +16,7 @@ from conftest import ROOT, bare_env
 
 RECORDS = ROOT / "records"
 FIRST = "001_2026-11-29_baseline"
+NEXT = f"{len(list(RECORDS.glob('[0-9]*'))) + 1:03d}"     # of the record that a test freezes
 
 sys.path.insert(0, str(RECORDS))
 
@@ -420,10 +421,10 @@ def test_a_plan_that_was_committed_is_certified_without_a_word(fake):
                for arm, slots in (("new", (0, 3, 4, 7)), ("base", (1, 2, 5, 6)))}
     difference = sum(seconds["new"]) / 4 - sum(seconds["base"]) / 4
     stats(fake, "freeze", "p")
-    row = next(line for line in (fake / "records" / "README.md").read_text().splitlines() if line.startswith("| [002]"))
+    row = next(line for line in (fake / "records" / "README.md").read_text().splitlines() if line.startswith(f"| [{NEXT}]"))
     assert f"| {difference:+.2f} s |" in row and difference < -1.5 and "| tiny with other settings |" in row
     assert "certified (loss < 3.02, time against base)" in row
-    assert "is the record 002_" in stats(fake, "freeze", "p", code=1)
+    assert f"is the record {NEXT}_" in stats(fake, "freeze", "p", code=1)
     (folder / "plan.json").unlink()
     assert "in order" in stats(fake, "check")
 
@@ -462,7 +463,7 @@ def test_freezing_what_cannot_be_frozen_leaves_nothing(fake):
     plan_fakes(fake, "--target", "3.02", "--words", "fake=no line")
     stats(fake, "run", "p")
     assert "lacks the line `tokens_per_s`" in stats(fake, "freeze", "p", code=1)
-    assert not list((fake / "records").glob("002_*")) and "in order" in stats(fake, "check")
+    assert not list((fake / "records").glob(f"{NEXT}_*")) and "in order" in stats(fake, "check")
 
 
 def test_a_plan_of_another_session_is_marked(fake):
@@ -517,7 +518,7 @@ def carried_out(tmp_path_factory):
     """A plan of 2 arms and 5 seeds that was killed with SIGKILL half-way, and taken up again."""
     root = copy_to(tmp_path_factory.mktemp("plan"))
     stats(root, "plan", "lower-rate", "--arm", "new=train_gpt.py", "--arm", "base=train_gpt.py adam_lr=0.019", "--preset", "tiny",
-          "--words", "stop=1", "val_tokens=2048", "--seeds", "1-5", "--target", "12", "--no-time", "--claim", "It learns.")
+          "--words", "stop=1", "val_tokens=2048", "d_model=48", "d_head=8", "d_mlp=40", "--seeds", "1-5", "--target", "12", "--no-time", "--claim", "It learns.")
     command = [sys.executable, str(root / "records" / "stats.py"), "run", "lower-rate", "--quiet"]
     child = subprocess.Popen(command, cwd=root, env=bare_env(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 200
@@ -538,7 +539,7 @@ def record(carried_out, tmp_path_factory):
     root = tmp_path_factory.mktemp("frozen") / "c"
     shutil.copytree(carried_out[0], root)
     said = stats(root, "freeze", "lower-rate", "--title", "a-lower-rate")
-    (folder,) = (root / "records").glob("002_*_a-lower-rate")
+    (folder,) = (root / "records").glob(f"{NEXT}_*_a-lower-rate")
     return committed(root), folder, said
 
 
@@ -584,15 +585,15 @@ def test_a_plan_that_was_tampered_with(carried_out, tmp_path, damage, said):
 
 def test_a_frozen_record_is_in_order(record):
     root, folder, said = record
-    assert "Frozen as records/002_" in said and "in order" in stats(root, "check")
+    assert f"Frozen as records/{NEXT}_" in said and "in order" in stats(root, "check")
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     assert [n for n in names if n.startswith("runs/")] == [f"runs/0{k}.log" for k in range(1, 6)]
     assert [n for n in names if n.startswith("base/")] == [f"base/0{k}.log" for k in range(1, 6)] + ["base/train_gpt.py"]
     assert [logs.read(folder / "runs" / f"0{k}.log").seed for k in range(1, 6)] == [1, 2, 3, 4, 5]
     page = (folder / "README.md").read_text()
-    assert "It learns." in page and "Against record 001" in page and "interrupted" in page
+    assert "It learns." in page and f"Against record {int(NEXT) - 1:03d}" in page and "interrupted" in page
     assert re.search(r"Verdict on the plan of .*: \*\*certified \(loss < 12\)\*\*", page)
-    row = next(line for line in (root / "records" / "README.md").read_text().splitlines() if line.startswith("| [002]"))
+    row = next(line for line in (root / "records" / "README.md").read_text().splitlines() if line.startswith(f"| [{NEXT}]"))
     assert "| tiny with other settings |" in row and " s | " in row and "a lower rate" in row
     assert stats(root, "table").count("written") == 0
 
