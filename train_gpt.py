@@ -357,7 +357,7 @@ LAST_RESORT_S = 10.0     # a failing rank ends after this, whatever blocks it
 SHOW_S = 0.5             # at most one step line per half second goes to the terminal
 SAMPLE_MS = 500          # between two readings of a GPU's clock, power and temperature
 SAMPLED = ("gpu_sm_mhz", "gpu_power_w", "gpu_temp_c")
-MS = 1000
+MS, MIB, GIB = 1000, 1 << 20, 1 << 30
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_NAMES = (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT")   # what torchrun sets
 BF16_CAPABILITY = (8, 0)
@@ -2532,9 +2532,9 @@ class Model(nn.Module):
         e = lookup(self.w_embed, self.w_embed.grad, tokens, add)                   # (T, D)
         gate = torch.sigmoid(F.linear(e[:, :GATE_INPUTS], self.gate_smear.type_as(e)[None]))
         x0 = rms_norm(self.ops.smear(e, docs.goes_on, self.mix_smear.type_as(e) * gate))
-        run = SimpleNamespace(docs=docs, view=view, x0=x0, gram=torch.zeros_like(x0), gates={}, behind={},
-                              banks=self.matrices(), values={      # {layer: (T, D) rows of its plane}
-            i: self.rows("w_value", VOCAB_PADDED * plane + tokens.long()) for i, plane in VALUES.items()})
+        values = {i: self.rows("w_value", VOCAB_PADDED * n + tokens.long()) for i, n in VALUES.items()}
+        run = SimpleNamespace(docs=docs, view=view, x0=x0, gram=torch.zeros_like(x0), values=values, gates={},
+                              behind={}, banks=self.matrices())
         if self.ngram_rows:           # a bigram's row and a trigram's, each times its signs
             rows, signs = self.grams(folded, doc_start).chunk(2, 1)                # (T, 2) each
             run.gram = self.ops.signed_sum(self.rows("w_gram", rows), F.embedding(signs, self.signs))
@@ -2828,8 +2828,9 @@ class Optimizer:
 
 # ======== 8. Data =============================================================== budget 475 ====
 # Shards of tokens [7]: 256 little-endian int32 (magic, version, number of tokens, zeros), then uint16 tokens.
-# All files together are one list of documents, each beginning with BOS. What a micro-batch holds depends on
-# its number in the run alone. A worker thread prepares the next steps; it never issues collectives.
+# All files together are one list of documents, each beginning with BOS; a headless piece at a file's start is
+# skipped. What a micro-batch holds depends on its number alone. A worker thread, which never issues
+# collectives, prepares the next steps.
 
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 SHARD_HEADER_BYTES = 1024
@@ -3395,8 +3396,7 @@ def plan_at(cfg, step):
 # (2) Nothing is compiled while the clock runs: the footer says so.
 
 SYNTHETIC_STRIDE = 7919       # prime: the ids walk through the whole vocabulary
-GIB = 1 << 30
-REPLAY = "replay"             # a captured step, in the switch `fast`; it computes nothing, as rows of FAST do
+REPLAY = "replay"             # captured steps, in the switch `fast`; no row of FAST: they compute the same
 COMPILED_WIDTHS = 64          # of one function, over all runs of a process
 SHIFTS = 16                   # so many halvings of a setting are tried until it fits
 
@@ -3514,7 +3514,8 @@ class Replay:
             return loss.detach()
         graph, inputs, loss, _ = made
         for kept, x in zip(inputs, batch):
-            kept is None or kept.copy_(x)
+            if kept is not None:
+                kept.copy_(x)
         graph.replay()
         return loss
 
@@ -3590,7 +3591,6 @@ def warm_up(cfg, model, optimizer, plans, val_view, *, replay, tell):
 # (2) The host waits for the device only for rows of tables (6, 4.8, 4.9) and for losses 16 steps old.
 # (3) Every decision to stop is made from numbers that all ranks share, or by the Guard.
 
-MIB = 1 << 20
 SAVED_ROWS = 1 << 18         # rows of a table that travel at once to be saved
 
 

@@ -73,9 +73,11 @@ def changed(names):
     before = [getattr(where, what) for where, what, _ in places]
     for where, what, value in places:
         setattr(where, what, value)
-    yield
-    for (where, what, _), value in zip(places, before):
-        setattr(where, what, value)
+    try:
+        yield
+    finally:                         # an arm that fails must not change the next one
+        for (where, what, _), value in zip(places, before):
+            setattr(where, what, value)
 
 
 def train_seeds(cfg, seeds, comm, guard, ops, telemetry):

@@ -42,12 +42,13 @@ def attempt(what, f, *xs, **settings):
         return None
 
 
-def captured_ms(f, rep):
-    """Median ms of f as a CUDA graph; f runs on the stream on which it is captured."""
+def captured_ms(make, rep):
+    """Median ms, as a CUDA graph, of the function that make() returns; both run on the stream of the capture."""
     from triton.testing import do_bench
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        f = make()
         for _ in range(2):
             f()
     torch.cuda.synchronize()
@@ -317,24 +318,13 @@ def time_one(library, shape, documents, xs, dy, want, rep):
     with torch.no_grad():
         y = f(*xs)
         error = ((y.float() - want.float()).norm() / want.float().norm()).item() if want is not None else 0.0
-        forward = captured_ms(lambda: f(*xs), rep)
-    y, stream = None, torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        y = f(*xs)
+        forward = captured_ms(lambda: lambda: f(*xs), rep)
+    del y
 
-        def backward():
-            return torch.autograd.grad(y, xs, dy, retain_graph=True)
-        for _ in range(2):
-            backward()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = backward()
-    from triton.testing import do_bench
-    ms = do_bench(graph.replay, warmup=5, rep=rep, return_mode="median")
-    del kept, graph
-    return {"forward": forward, "backward": ms, "error": error}
+    def backward():
+        y = f(*xs)
+        return lambda: torch.autograd.grad(y, xs, dy, retain_graph=True)
+    return {"forward": forward, "backward": captured_ms(backward, rep), "error": error}
 
 
 def beside(rep):
@@ -502,7 +492,7 @@ def time_variants(jobs, rep):
                 rows = []
                 for job in jobs:
                     if job[:3] == (kind, widths, pairs):
-                        ms = attempt(str(job), captured_ms, lambda: setting.run(kind, job[3]), rep)
+                        ms = attempt(str(job), captured_ms, lambda: lambda: setting.run(kind, job[3]), rep)
                         if ms is not None:
                             rows.append((ms, job[3]))
                             found.append({"kind": kind, "widths": widths, "pairs": pairs, "window": window, "tile": job[3], "ms": ms})
