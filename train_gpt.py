@@ -1015,10 +1015,12 @@ def attention_ref(q, k, v, documents, *, window, pairs=False):
 # be masked. What lies beyond T is read as zeros and masked, and not written.
 # A left operand of a product is read from shared memory, or made anew in registers in each step of a loop:
 # ptxas 12.8 to 13.0, but not 13.4, may give the registers of one that a loop only reads to another value.
+# No maximum is taken out of scores before exp: normed rows, q times a scale, have small ones, of at most
+# sqrt(2) scale E, as key_offset joins halves of two rows.
 
 ATTN_FORWARD = {             # (width of q and k, of v): (queries, keys) of a tile, warps, stages, registers
     (64, 64): (64, 64, 4, 2, None),
-    (64, 128): (64, 64, 4, 2, None),
+    (64, 128): (64, 32, 4, 3, 128),
     (128, 128): (64, 64, 4, 3, None),
 }
 ATTN_DQ = {
@@ -1026,13 +1028,12 @@ ATTN_DQ = {
     (64, 128): (64, 64, 4, 2, None),
     (128, 128): (64, 64, 4, 2, None),
 }
-ATTN_DKV = {
-    (64, 64): (64, 64, 4, 3, None),
-    (64, 128): (64, 64, 4, 3, None),
-    (128, 128): (64, 64, 4, 2, None),
+ATTN_DKV = {                 # and whether dp comes before p: beside the exponentials
+    (64, 64): (64, 64, 4, 3, None, False),
+    (64, 128): (64, 64, 4, 3, None, True),
+    (128, 128): (64, 64, 4, 2, None, False),
 }
 LOG2E = math.log2(math.e)    # exponentials and logarithms in kernels have base 2
-LOWEST = -1e30               # below every score; -inf would make NaN of a tile of which a row sees nothing
 TMA_BYTES = 16               # addresses and distances that descriptors can have are multiples of this
 LSE_MULTIPLE = 4             # entries of fp32, the same
 
@@ -1047,14 +1048,20 @@ def _tile(x, first, h, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexp
 
 
 @triton.jit
+def _rows(x, pitch, first, h, T, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):
+    """_tile by the pointer x, into registers."""
+    i = first + tl.arange(0, BLOCK)
+    rows = x + (i // PLACES).to(tl.int64) * pitch + (h * PLACES + i % PLACES) * E
+    return tl.load(rows[:, None] + tl.arange(0, E)[None, :], mask=(i < T)[:, None], other=0.0)
+
+
+@triton.jit
 def _held(x, pitch, first, h, T, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):
     """_tile for a left operand. Of pairs x is a pointer: what a descriptor reads stays in registers there."""
     if PLACES == 1:
         return x.load([first, h * E])
     else:
-        i = first + tl.arange(0, BLOCK)
-        rows = x + (i // PLACES).to(tl.int64) * pitch + (h * PLACES + i % PLACES) * E
-        return tl.load(rows[:, None] + tl.arange(0, E)[None, :], mask=(i < T)[:, None], other=0.0)
+        return _rows(x, pitch, first, h, T, PLACES, BLOCK, E)
 
 
 @triton.jit
@@ -1082,7 +1089,7 @@ def _high(ends_ptr, j, T, window, PLACES: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
 def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, q_pitch, PLACES: tl.constexpr,
                       I: tl.constexpr, J: tl.constexpr, E: tl.constexpr, E_V: tl.constexpr,
-                      LOG2E: tl.constexpr = LOG2E, LOWEST: tl.constexpr = LOWEST):
+                      LOG2E: tl.constexpr = LOG2E):
     first, h = tl.program_id(0) * I, tl.program_id(1)
     i = first + tl.arange(0, I)
     low = _low(start_ptr, i, T, window, PLACES)
@@ -1090,19 +1097,17 @@ def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, q_pi
     inside = _low(start_ptr, first + I - 1, T, window, PLACES)      # from here on all queries see
     q_tile = _held(q, q_pitch, first, h, T, PLACES, I, E)
     total, acc = tl.zeros((I,), tl.float32), tl.zeros((I, E_V), tl.float32)
-    top = tl.full((I,), LOWEST, tl.float32)
     for start in range(lowest // J * J, tl.minimum(first + I, T), J):
         s = tl.dot(q_tile, _tile(k, start, h, PLACES, J, E).T)
         edge = (start < inside) | (start + J > first)
         if edge:
             j = start + tl.arange(0, J)
             s = tl.where((j[None, :] >= low[:, None]) & (j[None, :] <= i[:, None]), s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1) * LOG2E)
-        p, shrink = tl.exp2(s * LOG2E - higher[:, None]), tl.exp2(top - higher)
         v_tile = _tile(v, start, h, PLACES, J, E_V)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None])
-        top, total = higher, total * shrink + tl.sum(p, 1)
-    tl.store(lse_ptr + h * lse_pitch + i, top + tl.log2(total), mask=i < lse_pitch)
+        p = tl.exp2(s * LOG2E)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
+        total += tl.sum(p, 1)
+    tl.store(lse_ptr + h * lse_pitch + i, tl.log2(total), mask=i < lse_pitch)
     _put(y, acc / total[:, None], first, h, PLACES, I, E_V)
 
 
@@ -1115,12 +1120,12 @@ def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, w
     low = _low(start_ptr, i, T, window, PLACES)
     lowest = _low(start_ptr, first, T, window, PLACES)
     inside = _low(start_ptr, first + I - 1, T, window, PLACES)
-    q_tile = _held(q, q_pitch, first, h, T, PLACES, I, E)
+    lse = tl.load(lse_ptr + h * lse_pitch + i, mask=i < lse_pitch, other=0.0)
+    y_tile = _rows(y, y_pitch, first, h, T, PLACES, I, E_V)
     dy_tile = _held(dy, dy_pitch, first, h, T, PLACES, I, E_V)
-    y_tile = _held(y, y_pitch, first, h, T, PLACES, I, E_V)
+    q_tile = _held(q, q_pitch, first, h, T, PLACES, I, E)
     delta = tl.sum(y_tile.to(tl.float32) * dy_tile.to(tl.float32), 1)
     tl.store(delta_ptr + h * lse_pitch + i, delta, mask=i < lse_pitch)
-    lse = tl.load(lse_ptr + h * lse_pitch + i, mask=i < lse_pitch, other=0.0)
     acc = tl.zeros((I, E), tl.float32)
     for start in range(lowest // J * J, tl.minimum(first + I, T), J):
         k_tile = _tile(k, start, h, PLACES, J, E)
@@ -1139,7 +1144,7 @@ def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, w
 @triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
 def _attention_dkv_kernel(q, k, v, dy, dk, dv, lse, delta, ends_ptr, T, window, lse_pitch, k_pitch, v_pitch,
                           PLACES: tl.constexpr, I: tl.constexpr, J: tl.constexpr, E: tl.constexpr,
-                          E_V: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
+                          E_V: tl.constexpr, DP_FIRST: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
     first, h = tl.program_id(0) * J, tl.program_id(1)
     j = first + tl.arange(0, J)
     high = _high(ends_ptr, j, T, window, PLACES)
@@ -1150,14 +1155,22 @@ def _attention_dkv_kernel(q, k, v, dy, dk, dv, lse, delta, ends_ptr, T, window, 
     dk_acc, dv_acc = tl.zeros((J, E), tl.float32), tl.zeros((J, E_V), tl.float32)
     for start in range(first // I * I, highest + 1, I):
         q_tile, dy_tile = _tile(q, start, h, PLACES, I, E), _tile(dy, start, h, PLACES, I, E_V)
+        if DP_FIRST:
+            lses, deltas = lse.load([h * lse_pitch + start]), delta.load([h * lse_pitch + start])
         s = tl.dot(k_tile, q_tile.T)                                # (J, I), and so the others
-        p = tl.exp2(s * LOG2E - lse.load([h * lse_pitch + start])[None, :])
+        if DP_FIRST:
+            dp = tl.dot(v_tile, dy_tile.T)
+        else:
+            lses = lse.load([h * lse_pitch + start])
+        p = tl.exp2(s * LOG2E - lses[None, :])
         edge = (start < first + J) | (start + I > inside + 1)
         if edge:
             i = start + tl.arange(0, I)
             p = tl.where((i[None, :] >= j[:, None]) & (i[None, :] <= high[:, None]), p, 0.0)
         dv_acc = tl.dot(p.to(dy_tile.dtype), dy_tile, dv_acc)
-        ds = p * (tl.dot(v_tile, dy_tile.T) - delta.load([h * lse_pitch + start])[None, :])
+        if not DP_FIRST:
+            dp, deltas = tl.dot(v_tile, dy_tile.T), delta.load([h * lse_pitch + start])
+        ds = p * (dp - deltas[None, :])
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc)
     _put(dk, dk_acc, first, h, PLACES, J, E)
     _put(dv, dv_acc, first, h, PLACES, J, E_V)
@@ -1201,12 +1214,13 @@ def _writes_only(*xs, **results):
 def attention_into(q, k, v, start, window, pairs, *, y, lse, tile=None):
     """Attention of every stream, and the log-sum-exp of its scores, into y and lse.
 
-    math     s_ij = q_i k_j;  lse_i = log2 sum_j exp(s_ij);  y_i = sum_j 2^(s_ij log2(e) - lse_i) v_j
+    math     s_ij = q_i k_j;  lse_i = log2 sum_j exp(s_ij);  y_i = sum_j exp(s_ij) v_j / sum_j exp(s_ij)
+             |s_ij| must stay below about 80: exp(s_ij) is taken as it is, without a maximum
     shapes   q, k: (T, H, E), v, y: (T, H, E of v), any distance from token to token; start: (T,);
              lse: lse_like
-    dtypes   q, k, v, y alike; s, sums and lse in fp32, exp(s - the largest so far) rounded to v's dtype
+    dtypes   q, k, v, y alike, with the range of bf16 or fp32; s, sums and lse in fp32, exp(s) rounded for v
     tiling   I queries of one stream a program, over the tiles of J keys between low(first) and itself, by the
-             table ATTN_FORWARD; the running maximum shrinks what was summed before
+             table ATTN_FORWARD
     kind     reorder; attention_ref
     source   ours, after FlashAttention: T. Dao, arXiv 2307.08691
     """
@@ -1239,17 +1253,17 @@ def attention_grad_into(dy, q, k, v, y, lse, *, start, ends, window, pairs, dq, 
     dy, q, k, v, y = map(_laid, (dy, q, k, v, y))
     delta, widths = torch.empty_like(lse), (E, E_V)
     I, J, warps, stages, registers = tiles[0] if tiles else ATTN_DQ[widths]
-    held_q, held_y, held_dy = (x if pairs else _tiles(x, places, I) for x in (q, y, dy))
+    held_q, held_dy = (x if pairs else _tiles(x, places, I) for x in (q, dy))
     _attention_dq_kernel[-(-T // I), len(lse)](
-        held_q, _tiles(k, places, J), _tiles(v, places, J), held_y, held_dy, _tiles(dq, places, I), lse,
+        held_q, _tiles(k, places, J), _tiles(v, places, J), y, held_dy, _tiles(dq, places, I), lse,
         delta, start, T, window, lse.stride(0), q.stride(0), y.stride(0), dy.stride(0), places, I, J, E, E_V,
         num_warps=warps, num_stages=stages, maxnreg=registers)
-    I, J, warps, stages, registers = tiles[1] if tiles else ATTN_DKV[widths]
+    I, J, warps, stages, registers, dp_first = tiles[1] if tiles else ATTN_DKV[widths]
     held = (k, v) if pairs else (_tiles(k, places, J), _tiles(v, places, J))
     vectors = (TensorDescriptor(x, [x.numel()], [1], [I]) for x in (lse, delta))
     _attention_dkv_kernel[-(-T // J), len(lse)](
         _tiles(q, places, I), *held, _tiles(dy, places, I), _tiles(dk, places, J), _tiles(dv, places, J),
-        *vectors, ends, T, window, lse.stride(0), k.stride(0), v.stride(0), places, I, J, E, E_V,
+        *vectors, ends, T, window, lse.stride(0), k.stride(0), v.stride(0), places, I, J, E, E_V, dp_first,
         num_warps=warps, num_stages=stages, maxnreg=registers)
 
 
@@ -1274,17 +1288,18 @@ class Attention(torch.autograd.Function):
 
 
 def attention(q, k, v, documents, *, window, pairs=False):
-    """attention_ref by kernels that look at no key outside of window and document; bf16 or fp16 on a GPU."""
+    """attention_ref by kernels that look at no key outside of window and document; bf16 on a GPU.
+    Scores must stay within about 80, see attention_into: rows of q and k are normed, and q times a scale."""
     return Attention.apply(q, k, v, documents, window, pairs)
 
 
 def _attention_example(rand, size):
-    """Documents of 161 tokens on average, and a window shorter than most of them."""
+    """Documents of 161 tokens on average, a window shorter than most of them, scores of a few."""
     T = EXAMPLE_T[size]
     q, k, v = rand(T, EXAMPLE_QKV, EXAMPLE_H, EXAMPLE_E).unbind(1)
     position = torch.arange(T, device=q.device)
     start = torch.where(rand(T) > EXAMPLE_CUT, position, 0).cummax(0).values.int()
-    return (q, k, v, Documents(start)), {"window": T // EXAMPLE_PART}
+    return (q, k * EXAMPLE_E ** -0.5, v, Documents(start)), {"window": T // EXAMPLE_PART}
 
 
 FAST["attention"] = Fast("reorder", attention_ref, attention, _attention_example)

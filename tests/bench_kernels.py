@@ -118,9 +118,10 @@ def compare(what, T, widths, documents, *, window, pairs=False, wide=torch.float
     tg.op("attention_grad")(dy, q, k, v, y, lse, start=documents.start, ends=documents.ends, window=window, pairs=pairs,
                             **dict(zip(("dq", "dk", "dv"), grads)))
     same = all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(got, again, (y, *grads)))
-    scale = dy.double().norm()           # gradients of q and k vanish where every query sees one key
-    errors = [((a.double() - b.double()).norm() / torch.maximum(b.double().norm(), scale * 1e-3)).item()
-              for a, b in zip(got, want)]
+    # Where every query sees one key, gradients of q and k vanish but for the rounding of p: about 0.012 of dy.
+    scale, sizes = dy.double().norm(), [b.double().norm() for b in want]
+    errors = [((a.double() - b.double()).norm() / (size if size > 1e-3 * scale else 4 * scale)).item()
+              for a, b, size in zip(got, want, sizes)]
     good = same and errors[0] <= 3e-3 and max(errors[1:]) <= 5e-3
     return checked(f"{what}: {shape_of(T, widths, window, pairs)}", good, errors, "" if same else ", NOT THE SAME BITS TWICE")
 
@@ -373,12 +374,13 @@ def line_of(row):
 
 # ---- (3) variants ------------------------------------------------------------------------------------------------
 
-FORWARD = ((64, 64, 4, 2, None), (64, 64, 4, 3, None), (64, 32, 4, 3, None), (64, 32, 4, 4, None), (64, 128, 4, 2, None),
+FORWARD = ((64, 64, 4, 2, None), (64, 64, 4, 3, None), (64, 32, 4, 3, 128), (64, 32, 4, 4, None), (64, 128, 4, 2, None),
            (128, 64, 8, 2, None), (128, 64, 8, 3, None), (128, 128, 8, 2, None))
 DQ = ((64, 64, 4, 2, None), (64, 64, 4, 3, None), (64, 32, 4, 2, None), (64, 32, 4, 3, None), (128, 64, 8, 2, None),
       (128, 64, 8, 3, None), (128, 32, 8, 2, None))
-DKV = ((32, 64, 4, 2, None), (32, 64, 4, 3, None), (32, 64, 4, 4, None), (64, 64, 4, 2, None), (64, 64, 4, 3, None),
-       (64, 128, 8, 2, None), (32, 128, 8, 3, None))
+DKV = tuple((*tile, dp_first) for tile in (
+    (32, 64, 4, 2, 168), (32, 64, 4, 3, 168), (32, 64, 4, 4, 168), (64, 64, 4, 2, None), (64, 64, 4, 3, None),
+    (64, 128, 8, 2, None), (32, 128, 8, 3, None)) for dp_first in (False, True))
 KINDS = {"forward": FORWARD, "dq": DQ, "dkv": DKV}
 TABLES = {"forward": "ATTN_FORWARD", "dq": "ATTN_DQ", "dkv": "ATTN_DKV"}
 KERNELS = {"forward": "_attention_kernel", "dq": "_attention_dq_kernel", "dkv": "_attention_dkv_kernel"}
@@ -498,7 +500,7 @@ def time_variants(jobs, rep):
                             found.append({"kind": kind, "widths": widths, "pairs": pairs, "window": window, "tile": job[3], "ms": ms})
                 rows.sort(key=lambda row: row[0])
                 say(f"{kind} {widths}{' pairs' if pairs else ''} w {window}: " + "; ".join(
-                    f"{ms:.4f} {tile[0]}x{tile[1]} w{tile[2]} s{tile[3]}" for ms, tile in rows))
+                    f"{ms:.4f} {tile[0]}x{tile[1]} w{tile[2]} s{tile[3]} r{tile[4]}{' dp' * any(tile[5:])}" for ms, tile in rows))
     return found
 
 

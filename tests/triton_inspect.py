@@ -59,17 +59,18 @@ def inspect(kernel, types, constants, multiples=(), **options):
             "mma": len(re.findall(r"\b[HIQ]MMA", code)), "instructions": code.count(" ;")}
 
 
-HELD = {"_attention_kernel": ("q",), "_attention_dq_kernel": ("q", "y", "dy"), "_attention_dkv_kernel": ("k", "v")}   # left
+HELD = {"_attention_kernel": ("q",), "_attention_dq_kernel": ("q", "dy"), "_attention_dkv_kernel": ("k", "v")}   # left
 ROWS = {"q": "E", "k": "E", "v": "E_V", "y": "E_V", "dy": "E_V", "dq": "E", "dk": "E", "dv": "E_V"}   # widths of the operands
 
 
 def attention(kernel, widths, tile, pairs, dtype="bf16", **more):
-    """inspect for a kernel of section 4.1: one that has a tile (queries, keys, warps, stages, registers) for these widths."""
-    I, J, warps, stages, registers = tile
+    """inspect for a kernel of section 4.1: one that has a tile (queries, keys, warps, stages, registers, for dkv whether dp comes first) for
+    these widths."""
+    I, J, warps, stages, registers, *dp_first = tile
     sizes, places = {"E": widths[0], "E_V": widths[1]}, 1 + pairs
     types = {"lse": f"tensordesc<fp32[{I}]>", "delta": f"tensordesc<fp32[{I}]>", "lse_ptr": "*fp32", "delta_ptr": "*fp32",
              "start_ptr": "*i32", "ends_ptr": "*i32"}
-    pitches = [f"{name}_pitch" for name in HELD[kernel.__name__]]
+    pitches = [f"{name}_pitch" for name in (*HELD[kernel.__name__], "y")]
     types |= dict.fromkeys(("T", "window", "lse_pitch", *pitches), "i32")
     for name, width in ROWS.items():
         shape = [J if name[-1] in "kv" else I, sizes[width]]
@@ -77,7 +78,10 @@ def attention(kernel, widths, tile, pairs, dtype="bf16", **more):
         types[name] = f"tensordesc<{dtype}[{', '.join(map(str, shape))}]>"
     if pairs:
         types |= dict.fromkeys(HELD[kernel.__name__], f"*{dtype}")
-    return inspect(kernel, types, {"PLACES": places, "I": I, "J": J, **sizes, **more}, multiples=pitches,
+    if kernel.__name__ == "_attention_dq_kernel":
+        types["y"] = f"*{dtype}"                # read once, into registers
+    constants = {"PLACES": places, "I": I, "J": J, **sizes, **dict(zip(("DP_FIRST",), dp_first)), **more}
+    return inspect(kernel, types, constants, multiples=pitches,
                    num_warps=warps, num_stages=stages, **({"maxnreg": registers} if registers else {}))
 
 
