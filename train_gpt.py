@@ -12,7 +12,7 @@ Contents (grep -nE '^# (====|----)' train_gpt.py), with the line budget of each 
      1  Config         270   every setting of a run, the presets, the command line
      2  Host           505   ranks and collectives, the log, the clock, how all ranks stop when one fails
      3  Numbers         45   number formats; the registry of fast replacements
-     4  Kernels      1,430   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
+     4  Kernels      1,450   attention, loss, updates, tables, pointer: what a GPU runs, beside its reference
      5  Ops             20   names for what the model uses of section 4
      6  Model          380   the layer table, the weights, the forward pass, the optimizer's parameter table
      7  Optimizers     125   ANVIL and Adam over all tensors, and how their work is spread over the ranks
@@ -887,7 +887,7 @@ def references():
     return SimpleNamespace(**{name: row.ref for name, row in FAST.items()})
 
 
-# ======== 4. Kernels ========================================================== budget 1,430 ====
+# ======== 4. Kernels ========================================================== budget 1,450 ====
 # Computations that a GPU does in another way than plain PyTorch says it: each beside its reference, which is
 # the specification, runs on the CPU and with fast=none, and is blocked, so that neither a (T, T) nor a (T, V)
 # tensor exists at any size. They know nothing of layers or steps. Every pair is a row of FAST.
@@ -1015,25 +1015,26 @@ def attention_ref(q, k, v, documents, *, window, pairs=False):
 # be masked. What lies beyond T is read as zeros and masked, and not written.
 # A left operand of a product is read from shared memory, or made anew in registers in each step of a loop:
 # ptxas 12.8 to 13.0, but not 13.4, may give the registers of one that a loop only reads to another value.
-# No maximum is taken out of scores before exp: normed rows, q times a scale, have small ones, of at most
-# sqrt(2) scale E, as key_offset joins halves of two rows.
+# No maximum is taken out of scores before exp: those of normed rows, q times a scale, are at most
+# sqrt(2) scale E, as key_offset joins halves of two rows. Programs of one tile, for all heads, run together.
 
-ATTN_FORWARD = {             # (width of q and k, of v): (queries, keys) of a tile, warps, stages, registers
-    (64, 64): (64, 64, 4, 2, None),
-    (64, 128): (64, 32, 4, 3, 128),
-    (128, 128): (64, 64, 4, 3, None),
+ATTN_FORWARD = {             # (width of q and k, of v): (queries, keys) of a tile, warps, stages
+    (64, 64): (64, 32, 4, 3),
+    (64, 128): (64, 32, 4, 3),
+    (128, 128): (64, 32, 4, 3),
 }
 ATTN_DQ = {
-    (64, 64): (64, 32, 4, 3, None),
-    (64, 128): (64, 64, 4, 2, None),
-    (128, 128): (64, 64, 4, 2, None),
+    (64, 64): (64, 32, 4, 3),
+    (64, 128): (64, 64, 4, 2),
+    (128, 128): (64, 64, 4, 2),
 }
-ATTN_DKV = {                 # and whether dp comes before p: beside the exponentials
-    (64, 64): (64, 64, 4, 3, None, False),
-    (64, 128): (64, 64, 4, 3, None, True),
-    (128, 128): (64, 64, 4, 2, None, False),
+ATTN_DKV = {
+    (64, 64): (32, 64, 4, 3),
+    (64, 128): (64, 64, 4, 3),
+    (128, 128): (64, 64, 4, 2),
 }
 LOG2E = math.log2(math.e)    # exponentials and logarithms in kernels have base 2
+MMA_COLUMNS = 16             # the fewest that a product of tiles can have
 TMA_BYTES = 16               # addresses and distances that descriptors can have are multiples of this
 LSE_MULTIPLE = 4             # entries of fp32, the same
 
@@ -1086,36 +1087,44 @@ def _high(ends_ptr, j, T, window, PLACES: tl.constexpr):
     return tl.minimum(tl.load(ends_ptr + tl.minimum(j, T - 1) // PLACES) * PLACES - 1, j + window)
 
 
+@triton.jit
+def _within(x, low, high):
+    """Whether low <= x <= high, for low <= high: one comparison of numbers without a sign."""
+    return (x - low).to(tl.uint32, bitcast=True) <= (high - low).to(tl.uint32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
 def _attention_kernel(q, k, v, y, lse_ptr, start_ptr, T, window, lse_pitch, q_pitch, PLACES: tl.constexpr,
                       I: tl.constexpr, J: tl.constexpr, E: tl.constexpr, E_V: tl.constexpr,
-                      LOG2E: tl.constexpr = LOG2E):
-    first, h = tl.program_id(0) * I, tl.program_id(1)
+                      COLUMNS: tl.constexpr = MMA_COLUMNS, LOG2E: tl.constexpr = LOG2E):
+    h, first = tl.program_id(0), tl.program_id(1) * I
     i = first + tl.arange(0, I)
     low = _low(start_ptr, i, T, window, PLACES)
     lowest = _low(start_ptr, first, T, window, PLACES)
     inside = _low(start_ptr, first + I - 1, T, window, PLACES)      # from here on all queries see
     q_tile = _held(q, q_pitch, first, h, T, PLACES, I, E)
-    total, acc = tl.zeros((I,), tl.float32), tl.zeros((I, E_V), tl.float32)
+    acc, total = tl.zeros((I, E_V), tl.float32), tl.zeros((I, COLUMNS), tl.float32)
+    ones = tl.full((J, COLUMNS), 1.0, q_tile.dtype)
     for start in range(lowest // J * J, tl.minimum(first + I, T), J):
         s = tl.dot(q_tile, _tile(k, start, h, PLACES, J, E).T)
         edge = (start < inside) | (start + J > first)
         if edge:
             j = start + tl.arange(0, J)
-            s = tl.where((j[None, :] >= low[:, None]) & (j[None, :] <= i[:, None]), s, float("-inf"))
+            s = tl.where(_within(j[None, :], low[:, None], i[:, None]), s, float("-inf"))
         v_tile = _tile(v, start, h, PLACES, J, E_V)
-        p = tl.exp2(s * LOG2E)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
-        total += tl.sum(p, 1)
+        p = tl.exp2(s * LOG2E).to(v_tile.dtype)
+        acc = tl.dot(p, v_tile, acc)
+        total = tl.dot(p, ones, total)
+    total = tl.max(total, 1)                # all columns are equal
     tl.store(lse_ptr + h * lse_pitch + i, tl.log2(total), mask=i < lse_pitch)
-    _put(y, acc / total[:, None], first, h, PLACES, I, E_V)
+    _put(y, acc * (1 / total)[:, None], first, h, PLACES, I, E_V)
 
 
 @triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
 def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, window, lse_pitch, q_pitch,
                          y_pitch, dy_pitch, PLACES: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
                          E: tl.constexpr, E_V: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
-    first, h = tl.program_id(0) * I, tl.program_id(1)
+    h, first = tl.program_id(0), tl.program_id(1) * I
     i = first + tl.arange(0, I)
     low = _low(start_ptr, i, T, window, PLACES)
     lowest = _low(start_ptr, first, T, window, PLACES)
@@ -1135,7 +1144,7 @@ def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, w
         edge = (start < inside) | (start + J > first)
         if edge:
             j = start + tl.arange(0, J)
-            p = tl.where((j[None, :] >= low[:, None]) & (j[None, :] <= i[:, None]), p, 0.0)
+            p = tl.where(_within(j[None, :], low[:, None], i[:, None]), p, 0.0)
         ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc)
     _put(dq, acc, first, h, PLACES, I, E)
@@ -1144,33 +1153,29 @@ def _attention_dq_kernel(q, k, v, y, dy, dq, lse_ptr, delta_ptr, start_ptr, T, w
 @triton.jit(do_not_specialize=["T", "window", "lse_pitch"])
 def _attention_dkv_kernel(q, k, v, dy, dk, dv, lse, delta, ends_ptr, T, window, lse_pitch, k_pitch, v_pitch,
                           PLACES: tl.constexpr, I: tl.constexpr, J: tl.constexpr, E: tl.constexpr,
-                          E_V: tl.constexpr, DP_FIRST: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
-    first, h = tl.program_id(0) * J, tl.program_id(1)
+                          E_V: tl.constexpr, LOG2E: tl.constexpr = LOG2E):
+    h, first = tl.program_id(0), tl.program_id(1) * J
     j = first + tl.arange(0, J)
     high = _high(ends_ptr, j, T, window, PLACES)
     highest = _high(ends_ptr, first + J - 1, T, window, PLACES)
-    inside = _high(ends_ptr, first, T, window, PLACES)   # up to here queries see the first key
+    inside = _high(ends_ptr, first, T, window, PLACES) + 1 - I      # tiles up to here see the first key
     k_tile = _held(k, k_pitch, first, h, T, PLACES, J, E)
     v_tile = _held(v, v_pitch, first, h, T, PLACES, J, E_V)
     dk_acc, dv_acc = tl.zeros((J, E), tl.float32), tl.zeros((J, E_V), tl.float32)
     for start in range(first // I * I, highest + 1, I):
         q_tile, dy_tile = _tile(q, start, h, PLACES, I, E), _tile(dy, start, h, PLACES, I, E_V)
-        if DP_FIRST:
-            lses, deltas = lse.load([h * lse_pitch + start]), delta.load([h * lse_pitch + start])
+        lses = lse.load([h * lse_pitch + start])
         s = tl.dot(k_tile, q_tile.T)                                # (J, I), and so the others
-        if DP_FIRST:
-            dp = tl.dot(v_tile, dy_tile.T)
-        else:
-            lses = lse.load([h * lse_pitch + start])
+        # dp before p, so that it is multiplied beside the exponentials; delta is loaded no earlier, and taken
+        # off no later: both cost registers, and so a program a multiprocessor or 2 to 10 % of the time
+        dp = tl.dot(v_tile, dy_tile.T) - delta.load([h * lse_pitch + start])[None, :]
         p = tl.exp2(s * LOG2E - lses[None, :])
-        edge = (start < first + J) | (start + I > inside + 1)
+        edge = (start < first + J) | (start > inside)
         if edge:
             i = start + tl.arange(0, I)
-            p = tl.where((i[None, :] >= j[:, None]) & (i[None, :] <= high[:, None]), p, 0.0)
+            p = tl.where(_within(i[None, :], j[:, None], high[:, None]), p, 0.0)
         dv_acc = tl.dot(p.to(dy_tile.dtype), dy_tile, dv_acc)
-        if not DP_FIRST:
-            dp, deltas = tl.dot(v_tile, dy_tile.T), delta.load([h * lse_pitch + start])
-        ds = p * (dp - deltas[None, :])
+        ds = p * dp
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc)
     _put(dk, dk_acc, first, h, PLACES, J, E)
     _put(dv, dv_acc, first, h, PLACES, J, E_V)
@@ -1218,7 +1223,8 @@ def attention_into(q, k, v, start, window, pairs, *, y, lse, tile=None):
              |s_ij| must stay below about 80: exp(s_ij) is taken as it is, without a maximum
     shapes   q, k: (T, H, E), v, y: (T, H, E of v), any distance from token to token; start: (T,);
              lse: lse_like
-    dtypes   q, k, v, y alike, with the range of bf16 or fp32; s, sums and lse in fp32, exp(s) rounded for v
+    dtypes   q, k, v, y alike, with the range of bf16 or fp32; s, sums and lse in fp32; exp(s) is rounded to
+             v's dtype, and its sum taken after that: where one key is seen, y is its v
     tiling   I queries of one stream a program, over the tiles of J keys between low(first) and itself, by the
              table ATTN_FORWARD
     kind     reorder; attention_ref
@@ -1226,12 +1232,12 @@ def attention_into(q, k, v, start, window, pairs, *, y, lse, tile=None):
     """
     places, E, E_V = 1 + pairs, q.shape[2], v.shape[2]
     T = len(q) * places
-    I, J, warps, stages, registers = tile or ATTN_FORWARD[E, E_V]
+    I, J, warps, stages = tile or ATTN_FORWARD[E, E_V]
     q, k, v = map(_laid, (q, k, v))
-    _attention_kernel[-(-T // I), len(lse)](
+    _attention_kernel[len(lse), -(-T // I)](
         q if pairs else _tiles(q, places, I), _tiles(k, places, J), _tiles(v, places, J),
         _tiles(y, places, I), lse, start, T, min(window, T), lse.stride(0), q.stride(0), places, I, J, E, E_V,
-        num_warps=warps, num_stages=stages, maxnreg=registers)
+        num_warps=warps, num_stages=stages)
 
 
 @torch.library.impl(LIBRARY, "attention_grad", ANYWHERE)
@@ -1252,19 +1258,19 @@ def attention_grad_into(dy, q, k, v, y, lse, *, start, ends, window, pairs, dq, 
     T, window = len(q) * places, min(window, len(q) * places)
     dy, q, k, v, y = map(_laid, (dy, q, k, v, y))
     delta, widths = torch.empty_like(lse), (E, E_V)
-    I, J, warps, stages, registers = tiles[0] if tiles else ATTN_DQ[widths]
+    I, J, warps, stages = tiles[0] if tiles else ATTN_DQ[widths]
     held_q, held_dy = (x if pairs else _tiles(x, places, I) for x in (q, dy))
-    _attention_dq_kernel[-(-T // I), len(lse)](
+    _attention_dq_kernel[len(lse), -(-T // I)](
         held_q, _tiles(k, places, J), _tiles(v, places, J), y, held_dy, _tiles(dq, places, I), lse,
         delta, start, T, window, lse.stride(0), q.stride(0), y.stride(0), dy.stride(0), places, I, J, E, E_V,
-        num_warps=warps, num_stages=stages, maxnreg=registers)
-    I, J, warps, stages, registers, dp_first = tiles[1] if tiles else ATTN_DKV[widths]
+        num_warps=warps, num_stages=stages)
+    I, J, warps, stages = tiles[1] if tiles else ATTN_DKV[widths]
     held = (k, v) if pairs else (_tiles(k, places, J), _tiles(v, places, J))
     vectors = (TensorDescriptor(x, [x.numel()], [1], [I]) for x in (lse, delta))
-    _attention_dkv_kernel[-(-T // J), len(lse)](
+    _attention_dkv_kernel[len(lse), -(-T // J)](
         _tiles(q, places, I), *held, _tiles(dy, places, I), _tiles(dk, places, J), _tiles(dv, places, J),
-        *vectors, ends, T, window, lse.stride(0), k.stride(0), v.stride(0), places, I, J, E, E_V, dp_first,
-        num_warps=warps, num_stages=stages, maxnreg=registers)
+        *vectors, ends, T, window, lse.stride(0), k.stride(0), v.stride(0), places, I, J, E, E_V,
+        num_warps=warps, num_stages=stages)
 
 
 class Attention(torch.autograd.Function):

@@ -1,9 +1,11 @@
 """Times whole steps of the trainer on one GPU, by stage, beside the matrix products that they cannot do without.
 
-    python tests/bench_step.py [preset] [key=value ...]        the command line of train_gpt.py; needs its shards
+    python tests/bench_step.py [--varlen] [preset] [key=value ...]        the command line of train_gpt.py; needs its shards
 
 Steps are real ones, like the last of each stage: tokens of the training files, packed by the loader; four steps (Adam
-steps on every second, sparse tables on every second or fourth) count as four. The products run alone, with the shapes of the step at the largest T, in the same process.
+steps on every second, sparse tables on every second or fourth) count as four. The products run alone, with the shapes of
+the step at the largest T, in the same process. With --varlen attention is torch's varlen_attn (FlashAttention 2), on
+documents like those of the web in place of the batch's own: a captured step cannot ask how many a batch has.
 """
 
 import statistics
@@ -15,10 +17,24 @@ import torch
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import bench_kernels     # noqa: E402
 import train_gpt as tg   # noqa: E402
 
 CYCLE = 4              # steps after which all repeats
 WARM, TIMED = 2 * CYCLE, 8 * CYCLE
+
+
+class Varlen(bench_kernels.Varlen):
+    """varlen_attn as a row of FAST, on the same documents in every call with the same lengths and window."""
+
+    def __init__(self):
+        self.calls, self.longest = {}, 0
+
+    def __call__(self, q, k, v, documents, *, window, pairs=False):
+        key = len(q), self.longest, window, pairs
+        if key not in self.calls:
+            self.calls[key] = self.call(bench_kernels.web_documents(len(q), longest=self.longest), window, pairs)
+        return self.calls[key](q, k, v)
 
 
 def median_ms(f):
@@ -51,10 +67,14 @@ def products(model, T, n_classes):
 
 
 def main(argv):
-    cfg = tg.parse(argv or ["solo"])
-    comm = tg.Comm(cfg, 0, 0, 1)
+    words = [word for word in argv if word != "--varlen"]
+    cfg = tg.parse(words or ["solo"])
+    comm, varlen = tg.Comm(cfg, 0, 0, 1), Varlen()
     names, ops = tg.choose(cfg, comm.device)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, fast: {','.join(names) or 'none'}")
+    if words != argv:
+        ops.attention = varlen
+        print("attention by varlen_attn")
     model, optimizer = tg.make(cfg, comm, comm.device, ops)
     guard, by_stage = SimpleNamespace(step=lambda: None), {}
     most = model.most_rows(cfg.n_micro * max(stage.T for stage in cfg.stages))
@@ -65,6 +85,7 @@ def main(argv):
         loader.resume()
         run = SimpleNamespace(cfg=cfg, comm=comm, guard=guard, model=model, optimizer=optimizer, replay=replay)
         view, marks, batch = tg.view_at(cfg, k, comm.device, stage.T), [], tg.synthetic(plan, comm.device)
+        varlen.longest = stage.max_doc
         replay.hold(optimizer.pull(model.wanted([batch]), True))
         replay.capture(batch, view)
         begin = -((0, *cfg.stage_ends)[k] // -CYCLE) * CYCLE

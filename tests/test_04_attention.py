@@ -21,8 +21,7 @@ TILES = {"square": (16, 16), "tall": (32, 16), "wide": (16, 32)}
 
 def tile_tables(tg, monkeypatch, widths, tile):
     for table in (tg.ATTN_FORWARD, tg.ATTN_DQ, tg.ATTN_DKV):
-        dp_first = (tile[0] == tile[1],) if table is tg.ATTN_DKV else ()
-        monkeypatch.setitem(table, widths, (*tile, 4, 1, None, *dp_first))
+        monkeypatch.setitem(table, widths, (*tile, 4, 1))
 
 
 def documents_of(tg, T, starts):
@@ -137,15 +136,15 @@ def test_layouts_that_descriptors_cannot_read_are_copied(tg, monkeypatch):
 
 
 def test_small_integers_are_exact(tg, monkeypatch):
-    """All scores 0, 2^n keys for every query, values of -1, 0 and 1: sums of halves, without any rounding."""
+    """All scores equal, 2^n keys for every query, values of -1, 0 and 1: sums of halves, without any rounding."""
     T, widths = 64, (16, 16)
     tile_tables(tg, monkeypatch, widths, TILES["square"])
     documents = documents_of(tg, T, range(T))
     v = torch.randint(-1, 2, (T, HEADS, 16), generator=torch.Generator().manual_seed(0)).half()
     q = torch.ones(T, HEADS, 16, dtype=torch.float16)
-    assert torch.equal(tg.attention(q, torch.zeros_like(q), v, documents, window=T), v)
+    assert torch.equal(tg.attention(q, q / 2, v, documents, window=T), v)
     one = documents_of(tg, T, [0])
-    y = tg.attention(q, torch.zeros_like(q), v, one, window=7)
+    y = tg.attention(q, q / 2, v, one, window=7)
     for i in (0, 1, 3, 7, 20, 63):
         assert torch.equal(y[i], v[max(i - 7, 0):i + 1].float().mean(0).half())
 
@@ -153,6 +152,18 @@ def test_small_integers_are_exact(tg, monkeypatch):
 def test_half_precision(tg, monkeypatch):
     tile_tables(tg, monkeypatch, (16, 32), TILES["square"])
     check(tg, 60, (16, 32), documents_of(tg, 60, [0, 11]), tol=2e-3, dtype=torch.float16, window=33)
+
+
+@pytest.mark.parametrize("pairs", (False, True))
+def test_a_query_that_sees_one_key_gets_its_v(tg, monkeypatch, pairs):
+    """To the last bit, though exp(s) is rounded; scores then have no gradient, but for the rounding of dy v."""
+    T, widths = 40, (16, 32)
+    tile_tables(tg, monkeypatch, widths, TILES["wide"])
+    (q, k, v), dy = inputs(T, widths, 7, torch.float16)
+    k = (k.detach() / 4).requires_grad_()
+    y, dq, dk, dv = results(tg.attention, (q, k, v), dy, documents_of(tg, T, range(T)), window=0, pairs=pairs)
+    assert torch.equal(y, v) and (dv - dy).norm() <= 2e-3 * dy.norm()
+    assert max(dq.double().norm(), dk.double().norm()) <= 1e-5 * dy.norm()
 
 
 @pytest.mark.parametrize("pairs", (False, True))
@@ -221,7 +232,7 @@ def test_the_file_can_be_imported_without_triton(tmp_path):
     assert done.returncode == 0 and "needs the package triton" in done.stdout, done.stderr
 
 
-MOST_REGISTERS = {"_attention_kernel": 144, "_attention_dq_kernel": 168, "_attention_dkv_kernel": 232}
+MOST_REGISTERS = {"_attention_kernel": 128, "_attention_dq_kernel": 168, "_attention_dkv_kernel": 240}
 STEP = 16                    # of the sum that one tensor core instruction takes
 
 
@@ -240,6 +251,9 @@ def test_kernels_compile_for_a_gpu_without_spills():
     for row in rows:
         print(row)
         assert row["stack"] == 0 and not row["serialised"] and row["wgmma"] and not row["mma"], row
-        assert row["registers"] <= MOST_REGISTERS[row["kernel"]] and row["programs"] >= 2, row
-        made = 2 * row["tile"][0] if "dkv" in row["kernel"] else row["tile"][1]      # p and ds, or one of them
+        narrow = row["widths"] == [64, 64]
+        assert row["registers"] <= (128 if narrow else MOST_REGISTERS[row["kernel"]]), row
+        assert row["programs"] >= (4 if narrow else 2), row
+        made = row["tile"][0] if "dkv" in row["kernel"] else row["tile"][1]
+        made *= 1 if "dq" in row["kernel"] else 2                # p and ds; p for its sum and for y; ds
         assert row["left_in_registers"] == made // STEP and row["in_flight"] == 0, row

@@ -33,7 +33,7 @@ def output(tool, *words, error=False):
 def inspect(kernel, types, constants, multiples=(), **options):
     """What ptxas made of a kernel for sm_90a: a dict. types: {argument: "*bf16", "i32", "tensordesc<bf16[64, 64]>", ...};
     constants: the constexpr arguments, those with a default may be left out; multiples: integers known to be multiples of 16;
-    options: num_warps, num_stages, maxnreg."""
+    options: num_warps, num_stages."""
     names = [p.name for p in kernel.params]
     constants = {p.name: p.default for p in kernel.params if p.is_constexpr and p.has_default} | constants
     source = ASTSource(
@@ -64,9 +64,8 @@ ROWS = {"q": "E", "k": "E", "v": "E_V", "y": "E_V", "dy": "E_V", "dq": "E", "dk"
 
 
 def attention(kernel, widths, tile, pairs, dtype="bf16", **more):
-    """inspect for a kernel of section 4.1: one that has a tile (queries, keys, warps, stages, registers, for dkv whether dp comes first) for
-    these widths."""
-    I, J, warps, stages, registers, *dp_first = tile
+    """inspect for a kernel of section 4.1: one that has a tile (queries, keys, warps, stages) for these widths."""
+    I, J, warps, stages = tile
     sizes, places = {"E": widths[0], "E_V": widths[1]}, 1 + pairs
     types = {"lse": f"tensordesc<fp32[{I}]>", "delta": f"tensordesc<fp32[{I}]>", "lse_ptr": "*fp32", "delta_ptr": "*fp32",
              "start_ptr": "*i32", "ends_ptr": "*i32"}
@@ -80,9 +79,8 @@ def attention(kernel, widths, tile, pairs, dtype="bf16", **more):
         types |= dict.fromkeys(HELD[kernel.__name__], f"*{dtype}")
     if kernel.__name__ == "_attention_dq_kernel":
         types["y"] = f"*{dtype}"                # read once, into registers
-    constants = {"PLACES": places, "I": I, "J": J, **sizes, **dict(zip(("DP_FIRST",), dp_first)), **more}
-    return inspect(kernel, types, constants, multiples=pitches,
-                   num_warps=warps, num_stages=stages, **({"maxnreg": registers} if registers else {}))
+    constants = {"PLACES": places, "I": I, "J": J, **sizes, **more}
+    return inspect(kernel, types, constants, multiples=pitches, num_warps=warps, num_stages=stages)
 
 
 def every_attention(tg):
