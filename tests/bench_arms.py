@@ -148,7 +148,8 @@ def main():
                 for seed, footer, raw, start_s in train_seeds(cfg, args.seeds, comm, guard, all_ops[cfg.fast], telemetry):
                     row = {"arm": name, "seed": seed, "loss": float(footer["val_loss"]), "raw": raw, "start_s": start_s,
                            "train_s": float(footer["train_s"]), "ms_by_stage": footer["ms_by_stage"],
-                           "peak_gpu_mib": footer["peak_gpu_mib"]}
+                           "peak_gpu_mib": footer["peak_gpu_mib"],
+                           "reserved_mib": torch.cuda.max_memory_reserved() >> 20}     # what of graphs and caches stays, too
                     results.append(row)
                     with open(out / "results.jsonl", "a") as f:
                         f.write(json.dumps(row) + "\n")
