@@ -2368,7 +2368,7 @@ INIT_SKIP = -1.5
 INIT_STREAM = 1.1 ** 0.5     # factor on the stream in each half of a layer
 INIT_REMIX = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0, INIT_STREAM, 1.0, 0.0, 0.05, INIT_STREAM, 1.0)
 INIT_FINAL = (0.0, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-KEPT_D, KEPT_F = 10, 2       # activations of width D and F that a layer keeps for its backward pass
+KEPT, ALIVE = (10, 2), (20, 2)   # activations of width D and F: of a layer, for its backward pass; at once
 KEPT_ROWS, KEPT_STEPS = 3, 4   # copies of n-grams' rows in a forward pass; steps before an event, at most
 SEED_BYTES = 7               # of a hash; torch takes seeds below 2^63
 BANK_MULTIPLE = max(WORLDS)
@@ -2681,12 +2681,11 @@ def stream_bytes(cfg, T, n):
     """About the GPU memory in bytes that a stream of T tokens takes: (when trained on, as one of a step's n,
     when scored). tests/test_gpu.py compares the first with the measured peak."""
     size, fp32 = DTYPES[cfg.dtype].itemsize, torch.float32.itemsize
-    per_layer = KEPT_D * cfg.d_model + KEPT_F * cfg.d_mlp
+    kept, alive = (T * size * (d * cfg.d_model + f * cfg.d_mlp) for d, f in (KEPT, ALIVE))
     block = LOSS_ROWS["cuda"] * VOCAB_PADDED * (2 * size + fp32)
     rows = 2 * T * cfg.d_model * (cfg.ngram_rows > 0)        # of bigrams and trigrams
     used, waiting = KEPT_ROWS * size, n * ((1 + KEPT_STEPS) * size + fp32)
-    return T * size * len(LAYERS) * per_layer + block + rows * (used + waiting), (
-        T * size * per_layer + block + rows * (used + size))
+    return len(LAYERS) * kept + block + rows * (used + waiting), alive + block + rows * (used + size)
 
 
 POINTER = ("w_pointer", "w_sink", "mix_pointer")
@@ -2884,9 +2883,7 @@ def looks_like(head):
         return "a Git LFS pointer: the clone did not fetch the file itself"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         return "a web page, as a failed download leaves it"
-    if not head:
-        return "an empty file"
-    return f"something that begins with {head[:SHOWN_BYTES]!r}"
+    return f"something that begins with {head[:SHOWN_BYTES]!r}" if head else "an empty file"
 
 
 def open_shard(path):
@@ -2992,8 +2989,7 @@ def check_files(cfg, comm):
     except Refusal as e:
         verdict = 0, str(e)
     verdicts = comm.collect(verdict)
-    trouble = [text for _, text in verdicts if text]
-    if trouble:
+    if trouble := [text for _, text in verdicts if text]:
         raise Refusal(trouble[0])
     return sum(n for n, _ in verdicts)
 
@@ -3419,7 +3415,7 @@ def plan_at(cfg, step):
 SYNTHETIC_STRIDE = 7919       # prime: the ids walk through the whole vocabulary
 REPLAY = "replay"             # captured steps, in the switch `fast`; no row of FAST: they compute the same
 COMPILED_WIDTHS = 64          # of one function, over all runs of a process
-SHIFTS = 16                   # so many halvings of a setting are tried until it fits
+SHIFTS = 5                    # so many halvings of a setting are tried until it fits
 
 
 def pick(switch):
@@ -3479,34 +3475,38 @@ def make(cfg, comm, device, ops=None):
 
 
 def memory_needed(cfg, comm):
-    """Bytes of GPU memory: (weights and states with their copy in warm-up, this rank's share of the table of
-    n-grams with its states, training, validation)."""
-    optimizer, longest = make(cfg, comm, torch.device("meta"))[1], max(stage.T for stage in cfg.stages)
+    """Bytes of GPU memory: (weights, states and their copy in warm-up, the n-grams' table's share, rooms)."""
+    model, optimizer = make(cfg, comm, torch.device("meta"))
     table = sum(x.nbytes for xs in optimizer.lazy().values() for x in xs)
     averages = sum(x.nbytes for of in optimizer.averages.of for x in of.values())
+    rooms = optimizer.rooms(model.most_rows(cfg.n_micro // comm.world * max(stage.T for stage in cfg.stages)))
     return (2 * sum(x.nbytes for x in optimizer.tensors()) + averages, table,
-            stream_bytes(cfg, longest, cfg.n_micro // comm.world)[0], stream_bytes(cfg, cfg.val_seq, 1)[1])
+            sum(x.nbytes for room in rooms.values() for x in vars(room).values()))
 
 
 def check_memory(cfg, comm):
     """Refuse a setting that does not fit the GPU's free memory, before anything is compiled."""
     if comm.device.type != "cuda":
         return
-    held, table, *streams = memory_needed(cfg, comm)
-    free, needed = torch.cuda.mem_get_info()[0], held + table + max(streams)
-    if needed <= free:
+    (held, table, rooms), free = memory_needed(cfg, comm), torch.cuda.mem_get_info()[0]
+    lengths, wish = (max(stage.T for stage in cfg.stages), cfg.val_seq), REPLAY in pick(cfg.fast)
+
+    def takes(captured, *halvings):     # a captured step has its own memory beside that of the run before it
+        training, validation = (stream_bytes(cfg, n >> i, (cfg.n_micro << i) // comm.world)[scored]
+                                for scored, (n, i) in enumerate(zip(lengths, halvings)))
+        return held + captured * (rooms + training) + max(training, validation)
+    if (needed := takes(wish, 0, 0) + table) <= free:
         return
-    lengths = max(stage.T for stage in cfg.stages), cfg.val_seq
-    takes = [[stream_bytes(cfg, n >> i, (cfg.n_micro << i) // comm.world)[scored] for i in range(SHIFTS)]
-             for scored, n in enumerate(lengths)]
-    halvings = [next((i for i in range(SHIFTS) if held + one[i] <= free), SHIFTS) for one in takes]
-    spare = free - held - max(one[min(i, SHIFTS - 1)] for one, i in zip(takes, halvings))
-    rows, i, j = spare * cfg.ngram_rows // max(table, 1) // ROWS_MULTIPLE * ROWS_MULTIPLE, *halvings
-    cures = [text for needs, text in (
+    tries = ((c, i, j) for c in (wish, False) for i in range(SHIFTS) for j in range(SHIFTS))
+    captured, i, j = next((one for one in tries if takes(*one) <= free), (False, SHIFTS, SHIFTS))
+    spare = free - takes(captured, i, j)
+    rows = spare * cfg.ngram_rows // max(table, 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
+    cures = [text for wanted, text in (
         (i, f"t_factor={cfg.t_factor / 2 ** i:g} n_micro={cfg.n_micro * 2 ** i} (as many tokens a step)"),
         (j, f"val_seq={cfg.val_seq >> j}"),
-        (table > spare, f"ngram_rows={rows}, the largest table that fits")) if needs]
-    take = f"Take {' and '.join(cures)}." if max(halvings) < SHIFTS else "The weights alone do not fit."
+        (captured != wish, f"fast={cfg.fast},-{REPLAY}"),
+        (table > spare, f"ngram_rows={rows}, the largest table that fits")) if wanted]
+    take = f"Take {' and '.join(cures)}." if spare >= 0 else "The weights alone do not fit."
     raise Refusal(f"rank {comm.rank}: T={lengths[0]:,}, val_seq={cfg.val_seq:,} and "
                   f"ngram_rows={cfg.ngram_rows:,} need about {needed:,} bytes ({needed / GIB:.1f} GiB) of "
                   f"GPU memory, free are {free:,} ({free / GIB:.1f} GiB). {take}")
@@ -3564,9 +3564,8 @@ def synthetic(plan, device):
     T, P, n_targets = plan.T, plan.n_classes, len(plan.future) + len(plan.prefix)
     ids = torch.arange(T + 1, device=device) * SYNTHETIC_STRIDE % VOCAB
     targets = (ids[1:] % P)[:, None].repeat(1, n_targets)
-    classes = torch.arange(P, device=device) if P < VOCAB_PADDED else None
-    if classes is not None:
-        classes[-1] = max(P - 1, COPY)
+    few = [*range(P - 1), max(P - 1, COPY)]
+    classes = torch.tensor(few, device=device) if P < VOCAB_PADDED else None
     return (ids[:-1].int(), torch.zeros(T, dtype=torch.int32, device=device), ids[:-1].int(), targets,
             torch.ones(T, n_targets, device=device), classes)
 
@@ -3752,9 +3751,8 @@ def validate(run, step, long=None):
             if len(stream[0]):           # item() waits for the device, which is right: the clock stands
                 sums.append(run.model(stream, view, True).item())
             run.guard.step()
-    by_rank = comm.collect(sums)
-    streams_in_order = range(cfg.val_tokens // cfg.val_seq)
-    loss = sum(by_rank[i % comm.world][i // comm.world] for i in streams_in_order) / cfg.val_tokens
+    by_rank, n_streams = comm.collect(sums), cfg.val_tokens // cfg.val_seq
+    loss = sum(by_rank[i % comm.world][i // comm.world] for i in range(n_streams)) / cfg.val_tokens
     run.log.line(f"val  {step:5d}/{cfg.n_steps} | loss {loss:9.6f} | time {run.clock.total:8.3f} s")
     run.log.flush()
     return loss

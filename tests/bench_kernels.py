@@ -217,21 +217,26 @@ FLEX_T = 49_152              # it compiles 6 to 9 s for every T and widths
 
 class Library:
     """One library's attention on (T, H, E) tensors with documents given; paired heads are copied to a stream and back."""
-    seconds = 90             # of building and timing at most
+    seconds = 60             # of building and timing at most
 
-    def fits(self, T, window, widths, pairs):
+    def fits(self, T):
         return True
 
-    def call(self, documents, window, pairs):
+    def of(self, documents, window, pairs):
+        if not pairs:
+            return self.single(documents, window)
+        inner = self.single(documents.doubled, window)
+        return lambda *xs: tg.unpaired(inner(*map(tg.paired, xs)))
+
+
+class Ours(Library):
+    def of(self, documents, window, pairs):
         return lambda q, k, v: tg.attention(q, k, v, documents, window=window, pairs=pairs)
 
 
 class Varlen(Library):
-    def call(self, documents, window, pairs):
+    def single(self, documents, window):
         from torch.nn.attention.varlen import varlen_attn
-        if pairs:
-            inner = self.call(documents.doubled, window, False)
-            return lambda *xs: tg.unpaired(inner(*map(tg.paired, xs)))
         bounds, longest = bounds_of(documents)
 
         def run(q, k, v):
@@ -248,17 +253,15 @@ def bounds_of(documents):
 
 
 class Flex(Library):
-    seconds = 60
-
     def __init__(self):
         from torch.nn.attention.flex_attention import flex_attention
         torch._dynamo.config.cache_size_limit = 64
         self.op = torch.compile(flex_attention, dynamic=False)
 
-    def fits(self, T, window, widths, pairs):
-        return T == FLEX_T and not pairs
+    def fits(self, T):
+        return T == FLEX_T
 
-    def call(self, documents, window, pairs):
+    def single(self, documents, window):
         mask = block_mask(documents, window)
 
         def run(q, k, v):
@@ -289,16 +292,11 @@ def block_mask(documents, window, block=128):
 
 
 class Flash4(Library):
-    seconds = 45
-
     def __init__(self):
         from flash_attn.cute import flash_attn_varlen_func
         self.op = flash_attn_varlen_func
 
-    def call(self, documents, window, pairs):
-        if pairs:
-            inner = self.call(documents.doubled, window, False)
-            return lambda *xs: tg.unpaired(inner(*map(tg.paired, xs)))
+    def single(self, documents, window):
         bounds, longest = bounds_of(documents)
 
         def run(q, k, v):
@@ -308,13 +306,13 @@ class Flash4(Library):
         return run
 
 
-LIBRARIES = {"ours": Library, "varlen": Varlen, "flex": Flex, "flash4": Flash4}
+LIBRARIES = {"ours": Ours, "varlen": Varlen, "flex": Flex, "flash4": Flash4}
 
 
 def time_one(library, shape, documents, xs, dy, want, rep):
     """ms of forward and backward, and the error of y against ours."""
     _, window, _, pairs = shape
-    f = library.call(documents, window, pairs)
+    f = library.of(documents, window, pairs)
     with torch.no_grad():
         y = f(*xs)
         error = ((y.float() - want.float()).norm() / want.float().norm()).item() if want is not None else 0.0
@@ -343,7 +341,7 @@ def beside(rep):
         with torch.no_grad():
             want = attempt("ours", tg.attention, *xs, documents, window=window, pairs=pairs)
         for name, library in libraries.items():
-            if spent[name] > library.seconds or not library.fits(T, window, widths, pairs):
+            if spent[name] > library.seconds or not library.fits(T):
                 continue
             begin = time.perf_counter()
             row[name] = attempt(f"{name} {shape}", time_one, library, shape, documents, xs, dy, want, rep)

@@ -33,7 +33,7 @@ class Varlen(bench_kernels.Varlen):
     def __call__(self, q, k, v, documents, *, window, pairs=False):
         key = len(q), self.longest, window, pairs
         if key not in self.calls:
-            self.calls[key] = self.call(bench_kernels.web_documents(len(q), longest=self.longest), window, pairs)
+            self.calls[key] = self.of(bench_kernels.web_documents(len(q), longest=self.longest), window, pairs)
         return self.calls[key](q, k, v)
 
 

@@ -170,10 +170,11 @@ def test_the_cure_for_too_little_memory_fits(tg, monkeypatch, gib):
     needed, free = (int(x.replace(",", "")) for x in
                     re.search(r"need about ([\d,]+) bytes.*free are ([\d,]+) ", text).groups())
     assert free == gib << 30 and needed > free
-    words = re.findall(r"(?:t_factor|n_micro|val_seq|ngram_rows)=[\d.]*\d", text.split("Take ")[1])
+    words = re.findall(r"(?:t_factor|n_micro|val_seq|ngram_rows)=[\d.]*\d|fast=[a-z,-]+", text.split("Take ")[1])
     cured = tg.parse(["solo", *words])
     assert cured.t_factor * cured.n_micro == 1 or cured.t_factor == 1
-    on_gpu_with(monkeypatch, tg, gib << 30, stages=cured.stages, val_seq=cured.val_seq, ngram_rows=cured.ngram_rows)[1]()
+    on_gpu_with(monkeypatch, tg, gib << 30, stages=cured.stages, n_micro=cured.n_micro, val_seq=cured.val_seq,
+                ngram_rows=cured.ngram_rows, fast=cured.fast)[1]()
 
 
 @pytest.mark.parametrize("world, gib", ((1, 80), (2, 80), (4, 40), (8, 36)))
