@@ -25,7 +25,7 @@ find_python() { # leaves in $python an interpreter that has what training needs
 if [ "${1:-}" = test ]; then
   shift
   find_python
-  if ! imports "$python" "huggingface_hub, hypothesis, matplotlib, pyarrow, pytest, scipy, tiktoken, tqdm, triton"; then
+  if ! imports "$python" "huggingface_hub, hypothesis, matplotlib, pyarrow, pytest, scipy, tiktoken, tqdm, triton, xdist"; then
     [ "$python" = .venv/bin/python ] || python3 -m venv --system-site-packages .venv
     say "installing tests/requirements.txt into .venv, once"
     .venv/bin/python -m pip install -r requirements.txt -r tests/requirements.txt
