@@ -1,6 +1,7 @@
 """Section 11: whole runs of `tiny`, started as a user starts them."""
 
 import math
+import os
 import re
 
 import numpy as np
