@@ -14,15 +14,8 @@ if not torch.cuda.is_available():
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 SCRIPT = ROOT / "train_gpt.py"
-JOBS = ("test_02_host", "test_07_optimizers", "test_11_train", "test_faults", "test_inputs", "test_records", "test_run_sh")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)                         # threads that wait for cores cost most
-
-
-def pytest_collection_modifyitems(items):
-    """With -n 2 --dist loadgroup: files stay whole, and one process takes all that start jobs of several ranks."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("jobs" if item.path.stem in JOBS else item.path.stem))
 
 
 def docs(n, length, seed):
