@@ -89,6 +89,7 @@ BOS = 50_256             # <|endoftext|>, the first token of every document
 COPY = 50_257            # a class that is no token; it is always among the classes of the loss
 SIGN_ROWS = 8192         # of random signs, from which n-grams choose by a hash
 ROWS_MULTIPLE = 16       # rows of the table of n-grams: two halves, and equal shares for every world size
+MOST_SCORE = 80          # of attention: e to this, times all keys of a window, is a number in fp32 and bf16
 WORLDS = (1, 2, 4, 8)    # legal world sizes; n_micro must be a multiple of the one in use
 STAGE_SHARES = (0.2854, 0.6063, 0.9394, 0.9994)   # stage ends as shares of n_sched / 0.9994, from [4]
 REFERENCE_SCHED = 978    # n_sched from which on the inserted and the extension steps have full length
@@ -295,7 +296,7 @@ def check_config(cfg):
         below, above = [s for s in near if s < cfg.n_sched][-1:], [s for s in near if s > cfg.n_sched][:1]
         raise Refusal(f"n_sched={cfg.n_sched} makes {cfg.n_steps} steps; their number must be 2 mod 4. "
                       f"Take n_sched={' or '.join(str(s) for s in below + above)}.")
-    more = cfg.ngram_rows % ROWS_MULTIPLE
+    more, score = cfg.ngram_rows % ROWS_MULTIPLE, 2 * cfg.d_head * max(cfg.scale_narrow / 2, cfg.scale_wide)
     odd = [stage.T for stage in cfg.stages if stage.T * cfg.t_factor < 1 or stage.T * cfg.t_factor % 1]
     for wrong, text in (
         (cfg.val_tokens % cfg.val_seq,
@@ -304,6 +305,9 @@ def check_config(cfg):
         (cfg.n_heads * cfg.d_head != cfg.d_model or cfg.n_heads % 2 or cfg.d_head % 4 or cfg.d_model % 12,
          f"n_heads={cfg.n_heads} times d_head={cfg.d_head} must be d_model={cfg.d_model}, n_heads even, "
          f"d_head a multiple of 4, d_model a multiple of 12."),
+        (score > MOST_SCORE,     # the 2 in it: 2 ** 0.5 for keys joined of two halves (4.1), 1.4 for YaRN
+         f"scale_narrow={cfg.scale_narrow}, scale_wide={cfg.scale_wide}: scores up to {score:.0f}, want at "
+         f"most {MOST_SCORE}. Take at most {MOST_SCORE / cfg.d_head:g} and {MOST_SCORE / cfg.d_head / 2:g}."),
         (more, f"ngram_rows={cfg.ngram_rows}: want a multiple of {ROWS_MULTIPLE}, or 0 for no table. "
                f"Take ngram_rows={cfg.ngram_rows + ROWS_MULTIPLE - more}."),
         (odd, f"t_factor={cfg.t_factor}: T={[*odd, 0][0]} times it is no positive whole number. "
@@ -1060,7 +1064,7 @@ def _rows(x, pitch, first, h, T, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: t
 def _held(x, pitch, first, h, T, PLACES: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):
     """_tile for a left operand. Of pairs x is a pointer: what a descriptor reads stays in registers there."""
     if PLACES == 1:
-        return x.load([first, h * E])
+        return _tile(x, first, h, PLACES, BLOCK, E)
     else:
         return _rows(x, pitch, first, h, T, PLACES, BLOCK, E)
 
@@ -1220,7 +1224,7 @@ def attention_into(q, k, v, start, window, pairs, *, y, lse, tile=None):
     """Attention of every stream, and the log-sum-exp of its scores, into y and lse.
 
     math     s_ij = q_i k_j;  lse_i = log2 sum_j exp(s_ij);  y_i = sum_j exp(s_ij) v_j / sum_j exp(s_ij)
-             |s_ij| must stay below about 80: exp(s_ij) is taken as it is, without a maximum
+             |s_ij| must stay within MOST_SCORE: exp(s_ij) is taken as it is, without a maximum
     shapes   q, k: (T, H, E), v, y: (T, H, E of v), any distance from token to token; start: (T,);
              lse: lse_like
     dtypes   q, k, v, y alike, with the range of bf16 or fp32; s, sums and lse in fp32; exp(s) is rounded to
@@ -1294,8 +1298,8 @@ class Attention(torch.autograd.Function):
 
 
 def attention(q, k, v, documents, *, window, pairs=False):
-    """attention_ref by kernels that look at no key outside of window and document; bf16 on a GPU.
-    Scores must stay within about 80, see attention_into: rows of q and k are normed, and q times a scale."""
+    """attention_ref by kernels that look at no key outside of window and document; bf16 on a GPU, and scores
+    within MOST_SCORE."""
     return Attention.apply(q, k, v, documents, window, pairs)
 
 
@@ -3477,11 +3481,10 @@ def make(cfg, comm, device, ops=None):
 def memory_needed(cfg, comm):
     """Bytes of GPU memory: (weights, states and their copy in warm-up, the n-grams' table's share, rooms)."""
     model, optimizer = make(cfg, comm, torch.device("meta"))
-    table = sum(x.nbytes for xs in optimizer.lazy().values() for x in xs)
-    averages = sum(x.nbytes for of in optimizer.averages.of for x in of.values())
     rooms = optimizer.rooms(model.most_rows(cfg.n_micro // comm.world * max(stage.T for stage in cfg.stages)))
-    return (2 * sum(x.nbytes for x in optimizer.tensors()) + averages, table,
-            sum(x.nbytes for room in rooms.values() for x in vars(room).values()))
+    held = [*optimizer.tensors() * 2, *(x for of in optimizer.averages.of for x in of.values())]
+    return tuple(sum(x.nbytes for x in xs) for xs in (
+        held, sum(optimizer.lazy().values(), []), [x for r in rooms.values() for x in vars(r).values()]))
 
 
 def check_memory(cfg, comm):
@@ -3498,7 +3501,7 @@ def check_memory(cfg, comm):
     if (needed := takes(wish, 0, 0) + table) <= free:
         return
     tries = ((c, i, j) for c in (wish, False) for i in range(SHIFTS) for j in range(SHIFTS))
-    captured, i, j = next((one for one in tries if takes(*one) <= free), (False, SHIFTS, SHIFTS))
+    captured, i, j = next((one for one in tries if takes(*one) <= free), (False, SHIFTS - 1, SHIFTS - 1))
     spare = free - takes(captured, i, j)
     rows = spare * cfg.ngram_rows // max(table, 1) // ROWS_MULTIPLE * ROWS_MULTIPLE
     cures = [text for wanted, text in (
@@ -3506,7 +3509,7 @@ def check_memory(cfg, comm):
         (j, f"val_seq={cfg.val_seq >> j}"),
         (captured != wish, f"fast={cfg.fast},-{REPLAY}"),
         (table > spare, f"ngram_rows={rows}, the largest table that fits")) if wanted]
-    take = f"Take {' and '.join(cures)}." if spare >= 0 else "The weights alone do not fit."
+    take = f"Take {' and '.join(cures)}." if spare >= 0 else "No shorter streams fit beside the weights."
     raise Refusal(f"rank {comm.rank}: T={lengths[0]:,}, val_seq={cfg.val_seq:,} and "
                   f"ngram_rows={cfg.ngram_rows:,} need about {needed:,} bytes ({needed / GIB:.1f} GiB) of "
                   f"GPU memory, free are {free:,} ({free / GIB:.1f} GiB). {take}")
@@ -3736,8 +3739,7 @@ def validate(run, step, long=None):
     passes, which mask the classes that are no tokens and have the rows brought again, one stream's at a time.
     A stream's loss does not depend on the rank that computes it, nor their order of summing."""
     cfg, comm, sums = run.cfg, run.comm, []
-    stage, block = stage_at(cfg, max(step - 1, 0)), cfg.val_pointer_block
-    view = view_at(cfg, stage, comm.device, cfg.val_seq, long, block)
+    view = view_at(cfg, stage_at(cfg, step - 1), comm.device, cfg.val_seq, long, cfg.val_pointer_block)
     streams = read_validation(cfg, comm, run.loader.vocabulary)
     streams = [[x if x is None else x.to(comm.device) for x in stream] for stream in streams]
     for stream in streams:

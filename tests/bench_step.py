@@ -72,7 +72,7 @@ def main(argv):
     comm, varlen = tg.Comm(cfg, 0, 0, 1), Varlen()
     names, ops = tg.choose(cfg, comm.device)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, fast: {','.join(names) or 'none'}")
-    if words != argv:
+    if "--varlen" in argv:
         ops.attention = varlen
         print("attention by varlen_attn")
     model, optimizer = tg.make(cfg, comm, comm.device, ops)

@@ -50,6 +50,8 @@ def test_values_take_the_type_of_their_field(tg):
     (["runs=0"], ["runs=0", "at least 1"]),
     (["ngram_rows=1000"], ["ngram_rows=1000", "multiple of 16", "ngram_rows=1008"]),
     (["ngram_rows=-16"], ["ngram_rows=-16", "at least 0"]),
+    (["scale_wide=0.32"], ["scale_wide=0.32", "scores up to 82, want at most 80", "at most 0.625 and 0.3125"]),
+    (["scale_narrow=0.63"], ["scale_narrow=0.63", "scores up to 81, want at most 80", "at most 0.625 and 0.3125"]),
     (["pointer_block=-1"], ["pointer_block=-1", "at least 0"]),
     (["val_pointer_block=0"], ["val_pointer_block=0", "at least 1"]),
     (["runs=2", "save=x.pt"], ["save=x.pt", "runs=2", "runs=1"]),
